@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 OPTIONAL = {
+    "src/kvstow/adapters/vllm/bases.py": "vllm.config",
     "src/kvstow/adapters/vllm/connector.py": "vllm.config",
+    "src/kvstow/adapters/vllm/metrics.py": "vllm.config",
     "src/kvstow/vllm.py": "vllm.config",
     "src/kvstow/adapters/router/server.py": "aiohttp",
     "src/kvstow/adapters/lmcache.py": "lmcache",

@@ -1,15 +1,13 @@
 # ruff: noqa: E402
-"""Disk tier against plain file I/O of the same bytes, and the index, on this machine.
+"""The disk tier on this machine: rows of several sizes, and stores of many rows.
 
-    PYTHONPATH=src python bench/offload.py [--dir DIR] [--bytes N] [--rows N] [--json FILE]
+    PYTHONPATH=src python bench/offload.py [--dir DIR] [--beside TREE] [--repeats N] [--json FILE]
 
-Every ratio compares two things done in the same run on the same file system: the tier (rows with
-records, checksums and an index) and large aligned direct reads or writes by as many threads,
-with as much set aside and synced, which is what `fio` does with 4 MiB blocks. Rows are loaded in
-parts of 64 MiB, three at a time. Plain and tier take turns; `ratio` is the best
-of all rounds against the best, so that other work on the machine counts least, and `ratio_median`
-the median of ratios of neighbours. Processor time is given beside: it is what checksums and index
-cost, and what a busy machine has none of.
+With `--beside`, another version of the source is measured in the same run, in turns with this one,
+so that other work on the machine meets both. Every measurement is a process of its own. Figures
+are the best of all rounds. A store is written in calls of about 128 MB or 512 rows, read back in
+the same order, and then some of its rows in an order drawn at random. `--alone` stores the rows of
+the many one by one, so that each has a file of its own.
 """
 
 import os
@@ -18,19 +16,18 @@ import sys
 sys.path[0] = os.path.dirname(sys.path[0])  # for bench.machine
 
 import argparse
+import json
 import shutil
-import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from bench.machine import machine, write
 
-from kvstow.offload.disk.files import Files, aligned
-from kvstow.offload.disk.index import RowEntry
+from kvstow.offload.disk.files import Bytes, aligned
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
@@ -39,28 +36,26 @@ from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
-CHUNK = 4 << 20
-THREADS = 4
-CALLERS = 3
-PART = 64 << 20
+ROWS = {4096: 20_000, 16_384: 10_000, 65_536: 4_000, 1_835_008: 320, 5_242_880: 120}
+"""How many rows of each size are stored."""
+
+MANY = (1, 1_000, 20_000, 500_000)
+MANY_BYTES = 512
+CALL_BYTES, CALL_ROWS = 128 << 20, 512
 
 
-def llama(num_layers: int = 16) -> Layout:
-    """Rows of half a MiB: Llama-3.2-1B, 16 tokens per block, bfloat16."""
-    content = (Extent.whole("content", 64),)
-    fields = (Field("k", DType.BFLOAT16, content), Field("v", DType.BFLOAT16, content))
-    layers = [
-        LayerSpec(
-            name=f"layers.{i}",
-            retention=Full(),
-            block_tokens=16,
-            states=16,
-            heads=Extent.whole("head", 8),
-            fields=fields,
-        )
-        for i in range(num_layers)
-    ]
-    layout = packed(grouped(layers), num_slabs=4, site=Site(model="llama-3.2-1b"))
+def layout_of(row_bytes: int) -> Layout:
+    """One layer, 16 tokens per block."""
+    content = (Extent.whole("content", row_bytes // 32),)
+    layer = LayerSpec(
+        name="layers.0",
+        retention=Full(),
+        block_tokens=16,
+        states=16,
+        heads=Extent.whole("head", 1),
+        fields=(Field("k", DType.BFLOAT16, content),),
+    )
+    layout = packed(grouped([layer]), num_slabs=4, site=Site(model="rows"))
     return layout.identified(Identity.unverified("rows of random numbers"))
 
 
@@ -70,230 +65,142 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def busy(work: Callable[[], object]) -> float:
-    """Seconds of processor time."""
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+def opened(path: Path, row_bytes: int, count: int) -> DiskTier:
+    capacity = 3 * count * (row_bytes + 8192) + (1 << 30)
+    return DiskTier(path, layout_of(row_bytes), capacity=capacity)
 
 
-class Plain:
-    """Large aligned direct I/O on one file, with as many threads as the tier."""
-
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self.path, self.nbytes, self.files = path, nbytes // CHUNK * CHUNK, Files()
-        self.buffers = [aligned(CHUNK) for _ in range(THREADS)]
-        for buffer in self.buffers:
-            buffer[:] = np.random.default_rng(0).integers(0, 256, CHUNK, dtype=np.uint8)
-
-    def _run(self, work: Callable[[int, int], object]) -> None:
-        def lane(t: int) -> None:
-            for offset in range(t * CHUNK, self.nbytes, THREADS * CHUNK):
-                work(t, offset)
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lane, range(THREADS)))
-
-    def write(self) -> None:
-        self.path.unlink(missing_ok=True)
-        fd = self.files.open(self.path, create=True)
-        self.files.allocate(fd, 0, self.nbytes)
-        self._run(lambda t, offset: self.files.write(fd, [self.buffers[t]], offset))
-        self.files.sync(fd)
-        os.close(fd)
-
-    def read(self) -> None:
-        fd = self.files.open(self.path)
-        self._run(lambda t, offset: self.files.read(fd, [self.buffers[t]], offset))
-        os.close(fd)
+def memory(row_bytes: int, count: int) -> list[Bytes]:
+    """Rows that lie aligned in memory, as in an arena."""
+    step = -(-row_bytes // 256) * 256
+    block = aligned(step * count)
+    block[:] = np.random.default_rng(0).integers(0, 256, len(block), dtype=np.uint8)
+    return [block[i * step : i * step + row_bytes] for i in range(count)]
 
 
-class Tiered:
-    """The same bytes as rows of a store; rows lie aligned in memory, as in an arena."""
+def rows(path: Path, row_bytes: int) -> dict[str, float]:
+    """Megabytes a second, and microseconds for a look-up."""
+    count = ROWS[row_bytes]
+    tier = opened(path, row_bytes, count)
+    step = min(CALL_ROWS, max(1, CALL_BYTES // row_bytes))
+    source = memory(row_bytes, step)
+    keys = [os.urandom(16) for _ in range(count)]
+    calls = [keys[lo : lo + step] for lo in range(0, count, step)]
+    order = np.random.default_rng(1).permutation(count)[:step].tolist()
 
-    def __init__(self, directory: Path, nbytes: int) -> None:
-        self.layout = llama()
-        self.row = self.layout.row_bytes(0)
-        self.count = nbytes // self.row
-        self.part = PART // self.row
-        memory, target = aligned(64 * self.row), aligned(CALLERS * self.part * self.row)
-        memory[:] = np.random.default_rng(1).integers(0, 256, len(memory), dtype=np.uint8)
-        target[:] = 1
-        self.rows = [memory[i % 64 * self.row :][: self.row] for i in range(self.count)]
-        self.into = [target[i * self.row :][: self.row] for i in range(CALLERS * self.part)]
-        self.directory = directory
-        self.keys = [f"{i}".encode() for i in range(self.count)]
-        self.round = 0
+    def store() -> None:
+        for call in calls:
+            assert tier.store(0, call, source[: len(call)]).all()
 
-    def write(self) -> None:
-        self.tier = DiskTier(
-            self.directory / f"store{self.round}",
-            self.layout,
-            capacity=2 * self.count * self.row + (1 << 30),
-            threads=THREADS,
-        )
-        assert self.tier.store(0, self.keys, self.rows).all()
+    def load() -> None:
+        for call in calls:
+            assert tier.load(0, call, source[: len(call)]).all()
 
-    def read(self) -> None:
-        def caller(c: int) -> None:
-            for lo in range(c * self.part, self.count, CALLERS * self.part):
-                keys = self.keys[lo : lo + self.part]
-                rows = self.into[c * self.part :][: len(keys)]
-                assert self.tier.load(0, keys, rows).all()
+    def load_some() -> None:
+        assert tier.load(0, [keys[i] for i in order], source[: len(order)]).all()
 
-        with ThreadPoolExecutor(CALLERS) as pool:
-            list(pool.map(caller, range(CALLERS)))
-
-    def forget(self) -> None:
-        self.tier.close()
-        shutil.rmtree(self.tier.path)
-        self.round += 1
+    total = count * row_bytes / 1e6
+    figures = {
+        "write_mb_per_s": total / seconds(store),
+        "read_mb_per_s": total / seconds(load),
+        "random_mb_per_s": len(order) * row_bytes / 1e6 / seconds(load_some),
+        "lookup_us": seconds(lambda: tier.contains(0, keys)) / count * 1e6,
+    }
+    tier.close()
+    return figures
 
 
-def disk(directory: Path, nbytes: int, rounds: int) -> dict[str, object]:
-    """Store and load a long run of rows, plain I/O of the same bytes before and after each."""
-    plain, tiered = Plain(directory / "plain", nbytes), Tiered(directory, nbytes)
-    stores, loads = Turns(plain.write, tiered.write), Turns(plain.read, tiered.read)
-    for _ in range(rounds):
-        stores.take()
-        for _ in range(2):
-            loads.take()
-        tiered.forget()
-    plain.path.unlink()
-    total = tiered.count * tiered.row
+def many(path: Path, count: int, *, alone: bool) -> dict[str, float]:
+    """Milliseconds for what depends on how many rows there are."""
+    tier = opened(path, MANY_BYTES, count)
+    step = 1 if alone else CALL_ROWS
+    source = memory(MANY_BYTES, step)
+    keys = [os.urandom(16) for _ in range(count)]
+    for lo in range(0, count, step):
+        call = keys[lo : lo + step]
+        assert tier.store(0, call, source[: len(call)]).all()
+    tier.close()
+    start = time.perf_counter()
+    tier = opened(path, MANY_BYTES, count)
+    start_up = time.perf_counter() - start
+    some = [keys[i] for i in np.random.default_rng(1).integers(0, count, 20_000).tolist()]
+    missing = [key[1:] + b"x" for key in some]
+    figures = {
+        "start_up_ms": start_up * 1e3,
+        "usage_ms": seconds(lambda: tier.usage) * 1e3,
+        "first_store_ms": seconds(lambda: tier.store(0, [b"new"], source[:1])) * 1e3,
+        "lookup_us": seconds(lambda: tier.contains(0, some)) / len(some) * 1e6,
+        "missing_us": seconds(lambda: tier.contains(0, missing)) / len(some) * 1e6,
+    }
+    tier.close()
+    return figures
+
+
+def measured(tree: Path, directory: Path, *what: str) -> dict[str, float]:
+    """The figures of another process, which uses the source of that tree."""
+    place = directory / "store"
+    program = [sys.executable, __file__, "--dir", str(place), "--measure", *what]
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+    done = subprocess.run(program, env=environment, stdout=subprocess.PIPE, check=True)
+    shutil.rmtree(place)
+    return json.loads(done.stdout)
+
+
+def best(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Of rates the highest, of times the lowest."""
     return {
-        "bytes": total,
-        "row_bytes": tiered.row,
-        **stores.figures("write", "store", total),
-        **loads.figures("read", "load", total),
+        name: (max if name.endswith("per_s") else min)(each[name] for each in rounds)
+        for name in rounds[0]
     }
 
 
-class Turns:
-    """Plain and ours, one between two of the other."""
-
-    def __init__(self, plain: Callable[[], object], ours: Callable[[], object]) -> None:
-        self._plain, self._ours = plain, ours
-        self._around: list[float] = []
-        self._took: list[float] = []
-        self._busy: dict[str, list[float]] = {"plain": [], "ours": []}
-
-    def take(self) -> None:
-        for work, name, times in (
-            (self._plain, "plain", self._around),
-            (self._ours, "ours", self._took),
-            (self._plain, "plain", self._around),
-        ):
-            self._busy[name].append(busy(lambda: times.append(seconds(work))))  # noqa: B023
-
-    def figures(self, plainly: str, ours: str, nbytes: int) -> dict[str, float]:
-        beside = zip(self._around[::2], self._around[1::2], self._took, strict=True)
-        return {
-            f"{plainly}_gb_per_s": nbytes / 1e9 / min(self._around),
-            f"{ours}_gb_per_s": nbytes / 1e9 / min(self._took),
-            f"{ours}_ratio": min(self._around) / min(self._took),
-            f"{ours}_ratio_median": statistics.median((a + b) / 2 / own for a, b, own in beside),
-            f"{plainly}_cpu_s_per_gb": min(self._busy["plain"]) / nbytes * 1e9,
-            f"{ours}_cpu_s_per_gb": min(self._busy["ours"]) / nbytes * 1e9,
-        }
-
-
-class Sparse(Files):
-    """Data files as long as they claim, without space on the disk."""
-
-    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        os.ftruncate(fd, offset + nbytes)
-
-    def free(self, path: Path) -> int:
-        return 1 << 62
-
-
-def index(directory: Path, num_rows: int) -> dict[str, object]:
-    """Look-ups, start-up and memory of a store with many rows.
-
-    The rows are entered into the index directly: data files of a million real rows would
-    only measure the disk again. The data files are there, as long as they claim, and sparse.
-    """
-    layout = llama(1)
-    path = directory / "many"
-    tier = DiskTier(path, layout, capacity=num_rows * 40_000, files=Sparse())
-    keys = [os.urandom(32) for _ in range(num_rows)]
-    _enter(tier, keys)
-    tier.close()
-    began = time.perf_counter()
-    tier = DiskTier(path, layout)
-    start_up = time.perf_counter() - began
-    order = np.random.default_rng(0).permutation(num_rows)[:200_000]
-    wanted = [keys[i] for i in order]
-    misses = [key[1:] + b"x" for key in wanted]
-    resident = _resident()
-    hit_s = min(seconds(lambda: tier.contains(0, wanted)) for _ in range(5))
-    miss_s = min(seconds(lambda: tier.contains(0, misses)) for _ in range(3))
-    busy_s = min(busy(lambda: tier.contains(0, wanted)) for _ in range(5))
-    find_s = min(seconds(lambda: tier.index.find(0, wanted)) for _ in range(3))
-    # The policy learns all rows' ages when somebody has to go for the first time.
-    room = len(tier.index.segments()) * tier.segments.segment_bytes
-    rows = [np.zeros(layout.row_bytes(0), np.uint8)] * 64
-    free = tier.index.ask("SELECT COUNT(*) FROM slots")[0][0]
-    with tier.index.write() as change:
-        change.tell("UPDATE slots SET owner = -1")  # pretend that the store is full
-        change.set_meta("capacity", room)
-    tier.close()
-    tier = DiskTier(path, layout)
-    first_s = seconds(lambda: tier.store(0, [f"new{i}".encode() for i in range(64)], rows))
-    grown = _resident() - resident
-    tier.close()
-    size = sum(file.stat().st_size for file in path.glob("index.db*"))
-    shutil.rmtree(path)
-    return {
-        "rows": num_rows,
-        "free_slots": free,
-        "start_up_s": start_up,
-        "lookups_per_s": len(wanted) / hit_s,
-        "lookups_per_cpu_s": len(wanted) / busy_s,
-        "lookups_of_missing_per_s": len(wanted) / miss_s,
-        "found_with_place_per_s": len(wanted) / find_s,
-        "first_eviction_s": first_s,
-        "memory_bytes_per_row": grown / num_rows,
-        "index_file_bytes_per_row": size / num_rows,
-    }
-
-
-def _enter(tier: DiskTier, keys: list[bytes]) -> None:
-    slots = tier.segments.slots[0]
-    with tier.index.write() as change:
-        for segment in range(-(-len(keys) // slots)):
-            tier.segments.create(segment, 0)
-            change.add_segment(segment, 0, slots)
-        places = change.free(0, len(keys))
-        change.lease(0, places, 1)
-        entries = [
-            RowEntry(at, key, i + 1, 0, 0, b"")
-            for i, (at, key) in enumerate(zip(places, keys, strict=True))
-        ]
-        change.enter(0, entries, 1)
-
-
-def _resident() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) << 10
+def compared(
+    trees: dict[str, Path], directory: Path, repeats: int, *what: str
+) -> dict[str, object]:
+    """Figures of every tree, taken in turns."""
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+    for _ in range(repeats):
+        for name, tree in trees.items():
+            rounds[name].append(measured(tree, directory, *what))
+    figures = {name: best(taken) for name, taken in rounds.items()}
+    for name, each in figures.items():
+        shown = ", ".join(f"{what} {value:,.1f}" for what, value in each.items())
+        print(f"{' '.join(what):<20} {name:<7} {shown}", flush=True)
+    return dict(figures)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--bytes", type=int, default=1 << 30)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--beside", type=Path, help="another source tree, measured in turns")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--alone", action="store_true", help="a file for each of many rows")
+    parser.add_argument("--most", type=int, default=MANY[-1], help="the most rows of a store")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.measure:
+        what, size = options.measure
+        options.dir.parent.mkdir(parents=True, exist_ok=True)
+        if what == "rows":
+            print(json.dumps(rows(options.dir, int(size))))
+        else:
+            print(json.dumps(many(options.dir, int(size), alone=what == "alone")))
+        return
     print("machine:", ", ".join(f"{k} {v}" for k, v in machine().items()), flush=True)
+    trees = {"new": Path(__file__).parent.parent}
+    if options.beside is not None:
+        trees = {"old": options.beside, **trees}
     results: dict[str, object] = {}
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="kvstow-bench-") as directory:
-        results["disk"] = disk(Path(directory), options.bytes, options.repeats)
-        print(results["disk"], flush=True)
-        results["index"] = index(Path(directory), options.rows)
-        print(results["index"], flush=True)
+        for size in ROWS:
+            taken = compared(trees, Path(directory), options.repeats, "rows", str(size))
+            results[f"rows of {size} bytes"] = taken
+        what = "alone" if options.alone else "many"
+        for count in MANY:
+            if count <= options.most:
+                taken = compared(trees, Path(directory), 1, what, str(count))
+                results[f"{count} rows"] = taken
     write(options.json, results)
 
 

@@ -33,8 +33,8 @@ import torch
 from bench.machine import machine, write
 
 from kvstow.memory.arena import Arena
+from kvstow.offload.copies.mover import USUAL, Limits, Mover
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.mover.mover import USUAL, Limits, Mover
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Site, packed

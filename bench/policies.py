@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""Hit rates of LRU, ARC and S3-FIFO on traces of block keys, beside the best possible.
+"""Hit rates of LRU and S3-FIFO on traces of block keys, beside the best possible.
 
     PYTHONPATH=src python bench/policies.py [--requests 4000] [--seed 0] [--json FILE]
 
@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 from bench.machine import write
 
-from kvstow.offload.eviction.admission import SecondTouch
 from kvstow.offload.eviction.policies import PolicyName, policy
 
 SIZES = (0.02, 0.1, 0.3)
@@ -71,10 +70,9 @@ def mixed(number: int) -> int:
     return number ^ (number >> 29)
 
 
-def hit_rate(trace: list[int], name: PolicyName, size: int, *, second_touch: bool = False) -> float:
+def hit_rate(trace: list[int], name: PolicyName, size: int) -> float:
     """Hits of a tier of `size` slots that asks a policy whom to give up."""
     rows = policy(name, size)
-    admission = SecondTouch(4 * size) if second_touch else None
     slot: dict[int, int] = {}
     holder = np.zeros(size, np.int64)
     free = list(range(size))
@@ -84,8 +82,6 @@ def hit_rate(trace: list[int], name: PolicyName, size: int, *, second_touch: boo
         if item in slot:
             hits += 1
             rows.touch(np.array([slot[item]]))
-            continue
-        if admission and not admission.admits(np.array([mixed(item)], np.uint64))[0]:
             continue
         if not free:
             for victim in rows.victims([mixed(item)], pinned).tolist():
@@ -134,8 +130,7 @@ def main() -> None:
         lines = []
         for part in SIZES:
             size = max(1, int(part * different))
-            rates = {p: hit_rate(trace, p, size) for p in ("lru", "arc", "s3fifo")}
-            rates["lru, second touch"] = hit_rate(trace, "lru", size, second_touch=True)
+            rates = {p: hit_rate(trace, p, size) for p in ("lru", "s3fifo")}
             rates["belady"] = belady(trace, size)
             lines.append({"slots": size, **{k: round(v, 4) for k, v in rates.items()}})
             print(

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 from bench.machine import machine, write
 
-from kvstow.plan.deployment import Deployment
 from kvstow.plan.layout import ORDERS
+from kvstow.plan.sizing.plan import Deployment
 from kvstow.route.blocks import Blocks
-from kvstow.route.route import Route, route
+from kvstow.route.route import Route, plan_route
 
 ROUNDS = 7
 SECONDS = 1.0
@@ -83,8 +83,8 @@ def compile_times(model: str) -> dict[str, Any]:
     for one, here in layouts.items():
         for other, there in layouts.items():
             name = f"{one} to {other}"
-            found[name] = seconds(lambda a=here, b=there: route(a, b).lanes)
-            lanes[name] = sum(map(len, route(here, there).lanes))
+            found[name] = seconds(lambda a=here, b=there: plan_route(a, b).lanes)
+            lanes[name] = sum(map(len, plan_route(here, there).lanes))
     slowest = max(found, key=found.__getitem__)
     return {"milliseconds": found[slowest] * 1e3, "orders": slowest, "lanes": lanes[slowest]}
 
@@ -97,7 +97,7 @@ def expansion(
     b = Deployment(num_slabs=num_blocks + 2, **here | change).layout(0)
     tokens = num_blocks * a.groups[0].group.block_tokens
     counts = num_blocks, -(-tokens // b.groups[0].group.block_tokens)
-    way = route(a, b)
+    way = plan_route(a, b)
     random = np.random.default_rng(0)
     report: dict[str, Any] = {}
     for kind in ("scattered", "one run"):
@@ -112,7 +112,7 @@ def latency(num_rows: int = 512, pool: int = 100_000) -> dict[str, Any]:
     layout = Deployment(num_slabs=pool + 2, **LARGE).layout(0)
     random = np.random.default_rng(0)
     ids = [random.permutation(pool)[:num_rows] + 1 for _ in range(2)]
-    way, tokens = route(layout, layout), num_rows * layout.groups[0].group.block_tokens
+    way, tokens = plan_route(layout, layout), num_rows * layout.groups[0].group.block_tokens
     return {
         "full": measured(way, ids, tokens),
         "last block half full": measured(way, ids, tokens - 8),

@@ -35,7 +35,7 @@ AT_ONCE = float("inf")
 
 
 def report(layout: Layout, steps: int, pace: Pace) -> ReplayReport:
-    trace = synthetic("chat", num_requests=40_000, rate=AT_ONCE, seed=1)
+    trace = synthetic("single", num_requests=40_000, rate=AT_ONCE, seed=1)
     return ReplayReport.of(Replay(layout, trace, pace).run(max_steps=steps))
 
 
@@ -51,7 +51,7 @@ def figures(steps: int) -> dict[str, object]:
         slab, union = reports["slab"], reports["union"]
         ratio = slab.mean_requests / union.mean_requests
         lost = slab.waste["padding"] + slab.waste["fragmentation"]
-        results[name] = {policy: part.figures() for policy, part in reports.items()} | {
+        results[name] = {policy: part.as_json() for policy, part in reports.items()} | {
             "ratio": ratio,
             "padding_and_fragmentation": lost,
         }
@@ -107,11 +107,11 @@ def every_model(steps: int) -> dict[str, object]:
 def churn(seconds: float) -> dict[str, object]:
     """Runs of newly admitted requests in the last tenth of the time, at 90 % load."""
     results: dict[str, object] = {}
-    pace = Pace(step_seconds=0.05, load=0.9, sample_steps=64)
+    pace = Pace(step_seconds=0.05, prefill_rate=float("inf"), load=0.9, sample_steps=64)
     for name in MODELS:
         layout = layout_of("slab", grouped(model_layers(name).layers), budget=CHURN_MEMORY)
         steps = round(seconds / pace.step_seconds)
-        trace = synthetic("chat", num_requests=20 * steps, rate=AT_ONCE, seed=2)
+        trace = synthetic("single", num_requests=20 * steps, rate=AT_ONCE, seed=2)
         replay = Replay(layout, trace, pace)
         record = replay.run(max_steps=steps * 9 // 10)
         record.rows = record.runs = record.fewest_runs = record.admitted = 0

@@ -31,8 +31,7 @@ def main() -> None:
     for name, more in (("one host", ()), ("tcp", ("--tcp",))):
         one = run(*repeats, *more)
         found[name] = one
-        print(f"{name}: {one['ratio_to_raw']:.2f} of raw NIXL with {one['tracks']} tracks, "
-              f"{one['ratio_to_raw_one_track']:.2f} with one, {one['ratio_to_per_layer']:.2f} "
+        print(f"{name}: {one['ratio_to_raw']:.2f} of raw NIXL, {one['ratio_to_per_layer']:.2f} "
               f"times per-layer pieces, {one['ratio_to_per_layer_built']:.2f} if listed per "
               f"request, {one['ratio_to_per_layer_by_threads']:.2f} and "
               f"{one['ratio_to_per_layer_built_by_threads']:.2f} if NIXL has "

@@ -10,7 +10,6 @@ UNEQUAL, EQUAL = (16, 64), (16, 16)
 WAYS: dict[str, tuple[tuple[int, int], dict[str, str]]] = {
     "as the agent chooses": (UNEQUAL, {}),
     "every byte compared": (UNEQUAL, {"digest": "always"}),
-    "rows": (UNEQUAL, {"direction": "rows"}),
     "equal blocks": (EQUAL, {}),
 }
 

@@ -62,10 +62,10 @@ def damage(files: list[Path]) -> int:
 
 
 def host_files(shared: str) -> list[Path]:
-    """The memory of a shared host tier."""
-    from kvstow.offload.host.shared import parts
+    """The files of a shared host tier."""
+    from kvstow.memory.allocate import shared_path
 
-    return [index.with_suffix(".rows") for _, index in parts(shared)]
+    return disk_files(shared_path(shared))
 
 
 def disk_files(folder: Path) -> list[Path]:

@@ -5,12 +5,14 @@ import os
 import random
 import signal
 import statistics
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 BLOCK = 16
@@ -85,11 +87,13 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+CPU_ROWS = Path(__file__).parents[1] / "tests" / "vllm" / "cpu_rows"
+"""A plugin of vLLM's: rows on CPUs."""
+
 ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    "KVSTOW_VLLM_CPU_ROWS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "UCX_TLS": "tcp,self",
     "UCX_NET_DEVICES": "lo",
@@ -219,7 +223,7 @@ class Engine:
         """The connector's counters, by what they count."""
         from prometheus_client import REGISTRY
 
-        from kvstow.observe import vllm_counts
+        from kvstow.adapters.vllm.counts import vllm_counts
 
         return vllm_counts(REGISTRY.collect())
 
@@ -229,6 +233,10 @@ class Engine:
 
         samples = [sample for family in REGISTRY.collect() for sample in family.samples]
         return sum(s.value for s in samples if s.name == "vllm:num_preemptions_total")
+
+    def reset(self) -> bool:
+        """Forget what the device has cached; whether that could be done."""
+        return self._llm.reset_prefix_cache()
 
     def close(self) -> float:
         """Shut down; the seconds that it took."""
@@ -261,6 +269,8 @@ def serve(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, .
     imports vLLM, which takes longest, and starts when it is told to."""
     os.environ.update(ENVIRONMENT | dict(os.environ) | environment)
     os.setsid()  # so that its own processes can be ended with it
+    if environment.keys() >= ON_CPU.keys():
+        sys.path.insert(0, str(CPU_ROWS))
     try:
         import_module("vllm.v1.engine.core")
         pipe.send(("imported", None))
@@ -322,6 +332,9 @@ class Remote:
 
     def preemptions(self) -> float:
         return self._asked("preemptions")
+
+    def reset(self) -> bool:
+        return self._asked("reset")
 
     def _asked(self, question: str) -> Any:
         self._pipe.send((question,))

@@ -6,8 +6,9 @@ Two engines on one GPU, dummy weights that were drawn large enough for the text 
 cache, token-id prompts, pools that were used before so that free blocks lie scattered.
 
 handover   prompts are prefilled in one engine; measured is the time to first token in the other,
-           with kvstow (sample digest, and none), NixlPushConnector and NixlConnector; beside it
-           the same prompts computed again, and with the prefix cached there (the floor)
+           with kvstow (rows mapped; by NIXL only; without a digest), NixlPushConnector and
+           NixlConnector; beside it the same prompts computed again, and with the prefix cached
+           there (the floor)
 others     hand-overs and cached prompts in turns, and requests that decode beside them; only if
            asked for. To compare two versions of kvstow on one machine, run this file twice, each
            time with another version first in PYTHONPATH
@@ -59,6 +60,7 @@ USUAL_PARTS = ("handover", "failures", "damage", "block sizes")
 PARTS = (*USUAL_PARTS, "others")
 HANDOVER = {
     "kvstow": connector("kvstow"),
+    "kvstow, NIXL only": connector("kvstow", mapped=False),
     "kvstow, digest off": connector("kvstow", digest="off"),
     "NixlPushConnector": connector("NixlPushConnector"),
     "NixlConnector": connector("NixlConnector"),

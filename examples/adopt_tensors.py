@@ -28,7 +28,7 @@ def main() -> None:
     ours = kvstow.packed(groups, num_slabs=NUM_BLOCKS)
     rows = kvstow.Arena(ours)
     source, destination = kvstow.Blocks.first([9, 3, 40]), kvstow.Blocks.first([5, 6, 7])
-    copies = kvstow.route(theirs, ours).copies({0: source}, {0: destination}, 3 * BLOCK_TOKENS)
+    copies = kvstow.plan_route(theirs, ours).copies({0: source}, {0: destination}, 3 * BLOCK_TOKENS)
     kvstow.copy(engine, rows, copies).wait()
     same = torch.equal(
         engine.field("layers.5", "v")[source.ids],

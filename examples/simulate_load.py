@@ -13,7 +13,7 @@ from kvstow.simulate.replay import POLICIES, layout_of
 
 def main(model: str = "qwen3-next-80b", gib: str = "10", requests: str = "300") -> None:
     groups = kvstow.grouped(model_layers(model).layers)
-    trace = synthetic("chat", num_requests=int(requests), rate=float("inf"), seed=0)
+    trace = synthetic("single", num_requests=int(requests), rate=float("inf"), seed=0)
     for policy in POLICIES:
         replay = Replay(layout_of(policy, groups, budget=int(gib) << 30), trace, Pace())
         report = ReplayReport.of(replay.run())

@@ -1,27 +1,28 @@
-"""The page of everything that `import kvstow` gives: `python scripts/api.py` writes it.
+"""The page of everything that `import kvstow` gives, which `scripts/docs` builds into the site.
 
-Constructors, fields and methods come from the code. With --check nothing is written, and the exit
-code is 1 if the page is not the one in docs/reference/api.md.
+Parameters, return types, fields and methods come from the code; after what is imported from
+`kvstow` comes every value that is returned by it, with the module it lies in.
 """
 
 import enum
 import inspect
 import re
-import sys
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from functools import cache, cached_property
+from importlib import import_module
+from pkgutil import walk_packages
 from typing import Any
 
 import kvstow
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "api.md"
 CHAPTERS = {
     "Planning": ("plan_model", "Plan", "Layout", "Identity"),
     "Describing a model by hand": (
-        "LayerSpec", "Field", "Extent", "DType", "Full", "Window", "Chunk", "Sink", "State",
+        "LayerSpec", "Field", "Extent", "DType", "Full", "Window", "Chunk", "State",
         "Encoder", "grouped", "packed", "union", "separate",
     ),
-    "From layout to layout": ("route", "Blocks"),
+    "From layout to layout": ("plan_route", "Blocks"),
     "Who owns which row": ("Pool", "Ledger", "Prompt"),
     "Bytes on one machine": ("Arena", "copy", "digest"),
     "Between processes": (
@@ -47,8 +48,11 @@ SHORT = {
     "Union[Literal['memmove', 'batch', 'kernel', 'plain'], Literal['auto']]": "str",
 }
 PLAIN = (bool, bytes, float, int, str, tuple)
-INTRODUCTION = """All of it is in `kvstow` itself; nothing is imported before it is used.
-Made from the code by `scripts/api.py`."""
+INTRODUCTION = """All of it is in `kvstow` itself: `from kvstow import Plan`. Nothing is imported
+before it is used. What calls return is listed [at the end](#what-calls-return), with the module to
+import its type from."""
+ROOMS = ("plan", "route", "blocks", "memory", "transfer", "offload", "observe", "events")
+"""Where types of what is returned lie."""
 
 
 def page() -> str:
@@ -64,18 +68,99 @@ def page() -> str:
     rest = [
         name for name in kvstow.__all__ if name not in listed and f"kvstow.{name}" not in ENGINES
     ]
-    text += ["", "## Errors", "", "All are a `kvstow.KvstowError`.", ""]
+    text += ["", "## What calls return", ""]
+    for value in returned():
+        text += entry(value.__name__, value, f"from {value.__module__} import {value.__name__}")
+    text += ["## Errors", "", "All are a `kvstow.KvstowError`.", ""]
     text += [f"- `kvstow.{name}`: {summary(getattr(kvstow, name))}" for name in rest]
     return "\n".join(text) + "\n"
 
 
-def entry(name: str) -> list[str]:
+def entry(name: str, value: Any = None, source: str = "") -> list[str]:
     """One name: how it is called, what it is, its fields and methods."""
-    value = getattr(kvstow, name)
-    text = [f"### kvstow.{name}", "", "```text", called(name, value), "```", "", prose(value), ""]
+    value = getattr(kvstow, name) if value is None else value
+    heading = name if source else f"kvstow.{name}"
+    text = [f"### {heading}", "", "```python", source or f"from kvstow import {name}", "```", ""]
+    if not source or is_dataclass(value) or issubclass(value, tuple):
+        text += ["```text", called(name, value), "```", ""]
+    text += [prose(value), ""]
     if inspect.isclass(value):
         text += members(value)
     return text
+
+
+# ── what calls return ─────────────────────────────────────────────────────────────────
+
+
+def returned() -> list[type]:
+    """The classes that functions, methods and properties of the page return, and those that these
+    have as fields or return."""
+    listed: list[Any] = [getattr(kvstow, name) for names in CHAPTERS.values() for name in names]
+    here = {name for names in CHAPTERS.values() for name in names}
+    first = names_in(each for value in listed for each in results(value))
+    kinds = [classes()[name] for name in first - here if name in classes()]
+    second = names_in(each for kind in kinds for each in (*results(kind), *hints(kind).values()))
+    kinds += [classes()[name] for name in second - first - here if name in classes()]
+    return sorted(kinds, key=lambda kind: (kind.__module__, kind.__name__))
+
+
+def results(value: Any) -> list[Any]:
+    """What a function returns, or the public methods and properties of a class."""
+    if not inspect.isclass(value):
+        return [result(value)]
+    public = [member for name, member in vars(value).items() if not name.startswith("_")]
+    return [result(raw) for raw in map(unwrapped, public) if inspect.isfunction(raw)]
+
+
+def names_in(annotations: Iterable[Any]) -> set[str]:
+    return {name for each in annotations for name in re.findall(r"[A-Z]\w+", annotation(each))}
+
+
+def hints(value: type) -> dict[str, Any]:
+    """The annotations of a dataclass's or a tuple's fields."""
+    return inspect.get_annotations(value)
+
+
+def unwrapped(member: Any) -> Any:
+    """The function behind a method or a property."""
+    if isinstance(member, property):
+        return member.fget
+    if isinstance(member, cached_property):
+        return member.func
+    return member.__func__ if isinstance(member, staticmethod | classmethod) else member
+
+
+def result(function: Any) -> str:
+    """The return type of a function; "" where it returns nothing."""
+    value = getattr(function, "__annotations__", {}).get("return")
+    return "" if value is None or value == "None" else annotation(value).strip("'\"")
+
+
+@cache
+def classes() -> dict[str, type]:
+    """Every public class of the rooms, by name: no name is there twice."""
+    found: dict[str, type] = {}
+    for room in ROOMS:
+        package = import_module(f"kvstow.{room}")
+        names = [package.__name__]
+        names += [
+            each.name
+            for each in walk_packages(getattr(package, "__path__", ()), f"{package.__name__}.")
+        ]
+        for name in names:
+            try:
+                module = import_module(name)
+            except (ImportError, kvstow.BackendMissing):  # an optional library that is not here
+                continue
+            found |= {
+                kind.__name__: kind
+                for kind in vars(module).values()
+                if inspect.isclass(kind) and kind.__module__ == name and kind.__name__[0] != "_"
+            }
+    return found
+
+
+# ── text ──────────────────────────────────────────────────────────────────────────────
 
 
 def called(name: str, value: Any) -> str:
@@ -83,19 +168,15 @@ def called(name: str, value: Any) -> str:
     if inspect.isclass(value) and issubclass(value, enum.Enum):
         return f"{name}: {' | '.join(repr(str(member.value)) for member in value)}"
     parameters: list[str] = []
-    for each in inspect.signature(function(value)).parameters.values():
+    for each in inspect.signature(value).parameters.values():
         if each.kind is each.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")
         parameters.append(shown(each))
-    line = f"{name}({', '.join(parameters)})"
+    gives = "" if inspect.isclass(value) or not result(value) else f" -> {result(value)}"
+    line = f"{name}({', '.join(parameters)}){gives}"
     if len(line) > 90:
-        line = f"{name}(\n" + "".join(f"    {each},\n" for each in parameters) + ")"
+        line = f"{name}(\n" + "".join(f"    {each},\n" for each in parameters) + f"){gives}"
     return line
-
-
-def function(value: Any) -> Any:
-    """A callable package stands for the function of its name."""
-    return value.route.route if inspect.ismodule(value) and not callable(value.route) else value
 
 
 def shown(parameter: inspect.Parameter) -> str:
@@ -121,7 +202,7 @@ def annotation(value: Any) -> str:
 
 def prose(value: Any) -> str:
     """The docstring, as it stands."""
-    paragraphs = inspect.cleandoc(function(value).__doc__ or "").split("\n\n")
+    paragraphs = inspect.cleandoc(value.__doc__ or "").split("\n\n")
     return "\n\n".join(
         f"```text\n{each}\n```" if each.startswith((">>>", "    ")) else each for each in paragraphs
     )
@@ -134,29 +215,25 @@ def summary(value: Any) -> str:
 
 
 def members(value: Any) -> list[str]:
-    """Public methods and properties that a class defines itself, a line each."""
+    """Fields that a caller does not give, and public methods and properties, a line each."""
     text: list[str] = []
+    if is_dataclass(value):
+        text += [
+            f"- `.{each.name}: {annotation(each.type)}`"
+            for each in fields(value)
+            if not each.init and not each.name.startswith("_")
+        ]
     for name, member in vars(value).items():
-        raw = member.__func__ if isinstance(member, staticmethod | classmethod) else member
+        raw = unwrapped(member)
         if name.startswith("_") or not getattr(raw, "__doc__", None):
             continue
-        if inspect.isfunction(raw):
+        if isinstance(member, property | cached_property):
+            gives = f": {result(raw)}" if result(raw) else ""
+            text.append(f"- `.{name}{gives}`: {summary(raw)}")
+        elif inspect.isfunction(raw):
             call = (
                 re.sub(r"\s*\n\s*", " ", called(name, raw)).replace("( ", "(").replace(", )", ")")
             )
             call = re.sub(r"\((self|cls)(, )?", "(", call, count=1)
             text.append(f"- `{call}`: {summary(raw)}")
-        elif isinstance(raw, property | cached_property):
-            text.append(f"- `.{name}`: {summary(raw)}")
     return [*text, ""] if text else []
-
-
-def main() -> None:
-    made = page()
-    if "--check" in sys.argv[1:]:
-        raise SystemExit(not PAGE.is_file() or PAGE.read_text("utf-8") != made)
-    PAGE.write_text(made, "utf-8")
-
-
-if __name__ == "__main__":
-    main()

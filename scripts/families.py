@@ -1,14 +1,11 @@
-"""The page of what becomes of every text model of transformers: `python scripts/families.py`.
+"""The page of what becomes of every text model of transformers, which `scripts/docs` builds.
 
-Each configuration class is planned from its defaults. With --check nothing is written, and the
-exit code is 1 if the page is not the one in docs/reference/families.md.
+Each configuration class is planned from its defaults.
 """
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -17,16 +14,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from kvstow.errors import ModelError
 from kvstow.plan.models import Model, model_layers
-from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "families.md"
 INTRODUCTION = """# Model families
 
 What kvstow makes of every text model class of transformers {version}, from the class's own
 defaults. A family that is not known by its `model_type` is read by its keys if they are ordinary
 ones, and the plan says so; anything else is refused with the reason, never guessed. A test
 compares each plan with the layer types, windows, heads and head sizes that transformers derives.
-Made by `scripts/families.py`.
 
 {planned} are planned, {refused} are refused.
 """
@@ -34,6 +29,7 @@ Made by `scripts/families.py`.
 
 def configurations() -> Iterator[tuple[str, Any]]:
     """Every text model class's name and its default configuration; None if it has no default."""
+    transformers.logging.set_verbosity_error()  # defaults that contradict each other are known
     names = {
         *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         *modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -62,8 +58,10 @@ def outcome(config: Any) -> Model | str:
         return reason.removeprefix(f"unknown model_type {config.model_type!r}, and ")
 
 
-def page(outcomes: dict[str, Model | str]) -> str:
+def page(outcomes: dict[str, Model | str] | None = None) -> str:
     """The whole page."""
+    if outcomes is None:
+        outcomes = {name: outcome(config) for name, config in configurations()}
     planned = {name: model for name, model in outcomes.items() if isinstance(model, Model)}
     refused = {name: reason for name, reason in outcomes.items() if isinstance(reason, str)}
     head = INTRODUCTION.format(
@@ -89,8 +87,6 @@ def _words(retention: Retention) -> str:
             return f"window {tokens:,}"
         case Chunk(tokens):
             return f"chunk {tokens:,}"
-        case Sink(sink_tokens, tokens):
-            return f"window {tokens:,} and the first {sink_tokens:,}"
         case State():
             return "state"
         case Encoder(tokens):
@@ -100,15 +96,3 @@ def _words(retention: Retention) -> str:
 def _note(model: Model) -> str:
     read = [note.partition(": read as ")[2] for note in model.notes if ": read as " in note]
     return read[0] if read else "its family"
-
-
-def main() -> int:
-    made = page({name: outcome(config) for name, config in configurations()})
-    if "--check" in sys.argv:
-        return 0 if PAGE.read_text() == made else 1
-    PAGE.write_text(made)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

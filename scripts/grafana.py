@@ -1,6 +1,6 @@
 """Writes deploy/grafana.json: a dashboard of every metric that kvstow has.
 
-One panel per metric, made from the list in `kvstow.observe`, so that the dashboard names no
+One panel per metric, made from the rooms' own lists, so that the dashboard names no
 metric that does not exist and leaves none out. Run it again after a metric was added.
 """
 
@@ -8,20 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 from prometheus_client.metrics_core import Metric
 
-from kvstow.observe import (
-    TIER_COUNTS,
-    TIER_GAUGES,
-    TIER_REASONS,
-    VLLM_COUNTERS,
-    RouterMetrics,
-    Telemetry,
-    TierMetrics,
-    TransferMetrics,
-    tier_metric,
-)
+from kvstow.adapters.router.metrics import RouterMetrics
+from kvstow.adapters.vllm.counts import VLLM_COUNTERS, VLLM_HISTOGRAMS
+from kvstow.observe import Telemetry
+from kvstow.offload.metrics import TIER_COUNTS, TIER_GAUGES, TIER_REASONS, TierMetrics, tier_metric
+from kvstow.transfer.metrics import TransferMetrics
 
 FILE = Path(__file__).parents[1] / "deploy" / "grafana.json"
 WIDTH, HEIGHT = 8, 7
@@ -34,9 +28,7 @@ BY = {
     "kvstow_transfer_lease_ends": "reason",
     "kvstow_router_requests": "outcome",
     "kvstow_router_faults": "kind",
-    "kvstow_router_prompt_tokens": "where",
     "kvstow_router_answers": "url",
-    "kvstow_router_prefix_blocks": "url",
     **{tier_metric(name): "reason" for name in TIER_REASONS},
     **{each.family: each.label for each in VLLM_COUNTERS if each.label},
 }
@@ -49,6 +41,8 @@ def metrics() -> list[Metric]:
     RouterMetrics(telemetry.registry)
     for each in VLLM_COUNTERS:
         Counter(each.family, f"vLLM: {each.text}", each.labels, registry=telemetry.registry)
+    for each in VLLM_HISTOGRAMS:
+        Histogram(each.family, f"vLLM: {each.text}", registry=telemetry.registry)
     TransferMetrics(telemetry.registry)
     none = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 0.0)
     TierMetrics(telemetry.registry).watch("disk", lambda: none)

@@ -1,8 +1,8 @@
 """Pages of the documentation that are made from the code, and the order of all of them.
 
 MkDocs calls the functions named `on_…`. Made, never committed: the commands from the command
-line's own definition, the Python API and the errors from docstrings, the metrics from the
-registry, the results from bench/results.
+line's own definition, the Python API and the errors from docstrings, the model families from
+transformers' configurations.
 """
 
 import inspect
@@ -16,7 +16,6 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
 PACKAGES = {
     "plan": "Planning",
     "route": "Routes",
@@ -51,9 +50,10 @@ FIRST = {
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {
+        "reference/api.md": run_path(str(ROOT / "scripts" / "api.py"))["page"](),
+        "reference/families.md": run_path(str(ROOT / "scripts" / "families.py"))["page"](),
         "reference/commands.md": commands_page(),
         "reference/errors.md": errors_page(),
-        "results.md": results_page(),
         **{f"reference/python/{name}.md": api_page(name) for name in PACKAGES if _exists(name)},
         "changelog.md": (ROOT / "CHANGELOG.md").read_text("utf-8"),
     }
@@ -64,11 +64,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Fences without the options that only the tests read, such as `needs=torch`; and links to the
-    results that lead to their page."""
-    markdown = markdown.replace("](../../bench/results/README.md", "](../results.md")
-    if page.file.src_uri == "reference/metrics.md":
-        markdown += metrics_part()
+    """Fences without the options that only the tests read, such as `needs=torch`."""
     return re.sub(r"^( *```\w+)(?: \w+=\S+)+$", r"\1", markdown, flags=re.MULTILINE)
 
 
@@ -172,52 +168,6 @@ def errors_page() -> str:
         "::: kvstow.errors\n    options:\n      show_root_heading: false\n"
         "      show_root_toc_entry: false\n"
     )
-
-
-def metrics_part() -> str:
-    """Every metric of every set in `kvstow.observe`, from a registry of their own."""
-    from prometheus_client import CollectorRegistry
-
-    from kvstow import observe
-
-    rows: list[str] = []
-    for name, kind in inspect.getmembers(observe, inspect.isclass):
-        if not name.endswith("Metrics"):
-            continue
-        registry = CollectorRegistry()
-        made = vars(kind(registry)).values()
-        labels = {each._name: each._labelnames for each in made if hasattr(each, "_labelnames")}
-        for family in registry.collect():
-            named = labels.get(family.name) or getattr(family, "_labelnames", ())
-            told = ", ".join(f"`{label}`" for label in named)
-            total = "_total" if family.type == "counter" else ""
-            rows.append(f"| `{family.name}{total}` | {family.type} | {told} | "
-                        f"{_cell(family.documentation)} |")  # fmt: skip
-    return (
-        "\n\n## All of them\n\nAs the code declares them; [`kvstow dash`](commands.md) shows them "
-        "live.\n\n| metric | kind | labels | meaning |\n|---|---|---|---|\n"
-        + "\n".join(sorted(rows))
-        + "\n\n## In Python\n\n::: kvstow.observe\n"
-    )
-
-
-def results_page() -> str:
-    """Everything that is committed under bench/results: its page, then every figure."""
-    made = run_path(str(ROOT / "scripts" / "results.py"))
-    leaves, machine_words = made["leaves"], made["machine_words"]
-    page = (RESULTS / "README.md").read_text("utf-8")
-    text = [page.replace("](../../docs/", "](").replace("[bench](..)", "`bench`"), ""]
-    for name, document in made["read_results"](RESULTS).items():
-        text += [f"## {name}", "", machine_words(document), "", "| figure | value |", "|---|---:|"]
-        text += [
-            f"| {_cell(' / '.join(path))} | {_value(value)} |" for path, value in leaves(document)
-        ]
-        text.append("")
-    return "\n".join(text)
-
-
-def _value(value: Any) -> str:
-    return f"{value:,.6g}" if isinstance(value, float) else _cell(str(value))
 
 
 def api_page(package: str) -> str:

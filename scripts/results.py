@@ -1,4 +1,4 @@
-"""The tables in README.md and bench/results/README.md: `python scripts/results.py`.
+"""The tables in README.md and docs/results.md: `python scripts/results.py`.
 
 bench/headlines.json has their lines: what was measured, kvstow's figure, what it is compared with,
 and the limit of the machine; those that are `in_readme` are in README.md, too. In a cell,
@@ -10,7 +10,6 @@ the exit code is 1 if a table is not the one that would be made.
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +68,6 @@ def table(headlines: list[dict[str, Any]], results: dict[str, dict[str, Any]]) -
     return f"{HEADING}\n{text}"
 
 
-def leaves(document: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value of a document with the way to it; the machine left out."""
-    if isinstance(document, dict):
-        for key, value in document.items():
-            if path or key != "machine":
-                yield from leaves(value, (*path, key))
-    elif isinstance(document, list):
-        for i, value in enumerate(document):
-            yield from leaves(value, (*path, str(i)))
-    else:
-        yield path, document
-
-
 def replaced(page: str, made: str) -> str:
     """The page with the table between its two marks."""
     before, begin, rest = page.partition(BEGIN)
@@ -96,7 +82,7 @@ def pages() -> dict[Path, str]:
     headlines = json.loads((ROOT / "bench" / "headlines.json").read_text("utf-8"))
     results = read_results(ROOT / "bench" / "results")
     first = [line for line in headlines if line.get("in_readme")]
-    listed = {ROOT / "README.md": first, ROOT / "bench" / "results" / "README.md": headlines}
+    listed = {ROOT / "README.md": first, ROOT / "docs" / "results.md": headlines}
     return {
         file: replaced(file.read_text("utf-8"), table(lines, results))
         for file, lines in listed.items()

@@ -10,14 +10,14 @@ from kvstow.blocks.prompt import Prompt
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed, separate, union
-from kvstow.plan.retention import Chunk, Encoder, Retention, Sink, State, Window
+from kvstow.plan.retention import Chunk, Encoder, Retention, State, Window
 from kvstow.plan.spec import LayerSpec
 from planning import attention, recurrent
 
 
-def state(name: str, *, tokens: int = 4, checkpoints: int = 0, channels: int = 64) -> LayerSpec:
+def state(name: str, *, tokens: int = 4, channels: int = 64) -> LayerSpec:
     layer = recurrent(name, channels=channels)
-    return replace(layer, block_tokens=tokens, retention=State(checkpoints=checkpoints))
+    return replace(layer, block_tokens=tokens, retention=State())
 
 
 def layer(
@@ -29,12 +29,11 @@ def layer(
 ALONE = (layer("a"), layer("b"))
 HYBRID = (layer("a"), layer("b", Window(5)), layer("c", Window(5)), layer("d", Window(5)))
 RECURRENT = (layer("a"), state("b"), state("c"))
-CHECKPOINTED = (layer("a"), state("b", checkpoints=2))
 MIXED = (
     layer("a", tokens=4),
     layer("b", Window(6), tokens=2, dim=48),
     layer("c", Chunk(4), tokens=2, dim=80),
-    layer("d", Sink(3, 4), tokens=1, dim=16),
+    layer("d", tokens=1, dim=16),
     layer("e", Encoder(3), tokens=2),
 )
 WINDOWS = (layer("a", Window(3), tokens=2), layer("b", Window(3), tokens=2))
@@ -50,7 +49,6 @@ def layouts() -> dict[str, Layout]:
         "alone": packed_layout(ALONE, 12),
         "hybrid": packed_layout(HYBRID, 9),
         "recurrent": packed_layout(RECURRENT, 6),
-        "checkpointed": packed_layout(CHECKPOINTED, 6),
         "mixed": packed_layout(MIXED, 9),
         "windows": packed_layout(WINDOWS, 9),
         "union": union(grouped(HYBRID), num_slabs=24),

@@ -55,31 +55,21 @@ TARGETS = {
         ("pull", "compare_digests", "check_still_ours", "ready_fences", "counted", "meet"),
     ),
     "read": Target(
-        "offload/disk/segments",
-        (
-            "offload/disk/test_disk_store",
-            "offload/disk/test_recovery",
-            "offload/disk/test_identity",
-            "offload/disk/test_faults",
-        ),
-        ("read", "_read_chunk", "take", "owns", "header", "_header_in", "records", "_opened"),
+        "offload/disk/tier",
+        ("offload/disk/test_tier", "offload/disk/test_identity", "offload/disk/test_faults"),
+        ("load", "_load", "_load_file", "_header", "_read_rows", "_drop"),
     ),
-    "record": Target(
-        "offload/disk/format", ("offload/disk/test_format", "offload/disk/test_disk_store")
-    ),
-    "recovery": Target(
-        "offload/disk/recovery",
-        ("offload/disk/test_recovery", "offload/disk/test_opening", "offload/disk/test_identity"),
-    ),
+    "record": Target("offload/disk/format", ("offload/disk/test_format", "offload/disk/test_tier")),
+    "tree": Target("offload/disk/tree", ("offload/disk/test_tree", "offload/disk/test_tier")),
     "prefix": Target(
         "blocks/prefix", ("blocks/test_prefix", "blocks/test_events", "laws/test_blocks_prefix")
     ),
     "expand": Target(
-        "route/expand", ("route/test_expand", "route/test_route", "laws/test_equal_rows")
+        "route/expand", ("route/test_expand", "route/test_route", "laws/test_route_law")
     ),
     "lanes": Target(
         "route/lanes",
-        ("route/test_lanes", "route/test_route", "route/test_expand", "laws/test_route_law"),
+        ("route/test_route", "route/test_expand", "laws/test_route_law"),
     ),
 }
 

@@ -1,5 +1,6 @@
 """Layouts and rows that offload tests share; nothing here comes from kvstow.offload."""
 
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -83,3 +84,8 @@ def numbered_row(tier: LaidOut, group: int, number: int) -> Bytes:
 
 def numbered_key(number: int) -> bytes:
     return number.to_bytes(16, "little")
+
+
+def row_files(path: Path) -> list[Path]:
+    """The names of all rows in a store's directory."""
+    return sorted(path.glob("rows-*/*/*/*"))

@@ -6,11 +6,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvstow.errors import PlanError
-from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
-from kvstow.plan.layout import ORDERS, Layout, Placement
-from kvstow.plan.pack import Site, packed, separate, union
-from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
+from kvstow.plan.layout import ORDERS, Layout, Page
+from kvstow.plan.pack import Alignment, Site, packed, separate, union
+from kvstow.plan.retention import Chunk, Encoder, Full, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 SMALL = st.sampled_from([1, 2, 2, 3, 4, 5, 8])
@@ -21,7 +20,6 @@ RETENTIONS = st.one_of(
     st.just(Full()),
     st.builds(Window, SMALL),
     st.builds(Chunk, SMALL),
-    st.builds(Sink, SMALL, SMALL),
     st.builds(Encoder, SMALL),
 )
 
@@ -124,12 +122,10 @@ def layouts(draw: st.DrawFn) -> Layout:
             budget *= 2
 
 
-def section_numbers(place: Placement, section: int) -> tuple[int, int, int]:
+def section_numbers(page: Page, section: int) -> tuple[int, int, int]:
     """Offset in block 0, head stride and token stride of a section, as they are written down."""
-    if section == 0:
-        return place.offset, place.head_stride, place.token_stride
-    start, head_stride, token_stride = place.further[section - 1]
-    return place.offset + start, head_stride, token_stride
+    each = page[section]
+    return each.offset, each.head_stride, each.token_stride
 
 
 def element_bytes(layout: Layout, layer: str, field: str, block: int) -> Iterator[int]:
@@ -140,7 +136,7 @@ def element_bytes(layout: Layout, layer: str, field: str, block: int) -> Iterato
     offset, head_stride, token_stride = section_numbers(place, spec.field(field).section)
     for h in range(spec.heads.size):
         for n in range(spec.states):
-            cell = offset + block * place.block_stride + h * head_stride + n * token_stride
+            cell = offset + block * place[0].block_stride + h * head_stride + n * token_stride
             yield from range(cell + start, cell + start + spec.field(field).nbytes)
 
 
@@ -153,7 +149,7 @@ def block_bytes(layout: Layout, group: int, block: int) -> np.ndarray:
             offset, head_stride, token_stride = section_numbers(place, field.section)
             heads = np.arange(spec.heads.size) * head_stride
             states = np.arange(spec.states) * token_stride
-            cells = offset + block * place.block_stride + (heads[:, None] + states).ravel()
+            cells = offset + block * place[0].block_stride + (heads[:, None] + states).ravel()
             within = spec.field_offsets[field.name] + np.arange(field.nbytes)
             found.append((cells[:, None] + within).ravel())
     return np.concatenate(found)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -16,9 +16,20 @@ from kvstow.adapters.vllm.cache.layout import (
 )
 from kvstow.adapters.vllm.cache.pages import DeclaredPage
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import EngineRequest, StepResults
+from kvstow.adapters.vllm.protocol import (
+    BlockIds,
+    EngineRequest,
+    KeysPresent,
+    LoadBlocks,
+    LookUpKeys,
+    RanksReport,
+    StepResults,
+)
+from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
+from kvstow.adapters.vllm.scheduler.recall import Recall
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.adapters.vllm.worker.offers import OfferSender
+from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.adapters.vllm.worker.side import WorkerSide
 from kvstow.memory.arena import Arena
 from kvstow.plan.retention import Full, Retention, Window
@@ -103,7 +114,17 @@ def memory(declared: CacheDeclaration) -> tuple[torch.Tensor, dict[str, torch.Te
     return raw, views
 
 
-WayToTell = Literal["in steps", "here", "beside"]
+WayToTell = Literal["in steps", "at once"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen(StepResults):
+    """What came of a step, and what the rank has counted in it."""
+
+    counts: dict[str, Any]
+
+
+PartKind = TypeVar("PartKind", bound=RankPart)
 
 
 @dataclass
@@ -133,23 +154,39 @@ class Engine:
         arena = Arena.adopt(layout, dict(views), axes=axes)
         desk = SchedulerSide(declared_groups(declared), NUM_BLOCKS, settings, identity=IDENTITY)
         hands = WorkerSide(arena, settings, transport=LocalTransport(fabric), name=name)
-        ways = {"here": hands.adopt, "beside": OfferSender([hands.endpoint]).tell}
-        desk.meet([hands.endpoint], adopt=ways.get(told))
+        if told == "at once":
+            desk.meet([hands.endpoint], OfferSender([hands.endpoint]).tell)
+        else:
+            desk.meet([hands.endpoint])
         return Engine(desk, hands, views)
 
-    def step(self) -> StepResults:
+    def part(self, kind: type[PartKind]) -> PartKind:
+        """The rank's part of that kind."""
+        return next(part for part in self.hands.parts if isinstance(part, kind))
+
+    def step(self) -> Seen:
         """What an engine does in a step in which it computes nothing."""
         step = self.desk.take_step(computes=False)
         self.hands.begin(step)
         self.hands.load()
         self.hands.save()
         results = self.hands.results(idle=True)
-        self.desk.apply(results.report)
-        for request in results.sent:
-            self.desk.sent(request)
-        return results
+        self.desk.apply(results.report, tuple(results.sent))
+        return Seen(
+            sent=results.sent,
+            received=results.received,
+            failed=results.failed,
+            report=results.report,
+            counts=self._counts(),
+        )
 
-    def until(self, over: Callable[[StepResults], bool], seconds: float = 30) -> StepResults:
+    def _counts(self) -> dict[str, Any]:
+        counts = self.hands.counts.take()
+        counts.pop("pull seconds", None)
+        counts.pop("load seconds", None)
+        return counts
+
+    def until(self, over: Callable[[Seen], bool], seconds: float = 30) -> Seen:
         """Steps, until one ends with what is waited for."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
@@ -186,3 +223,33 @@ class Engine:
         assert count is not None
         self.desk.allocated("d", ids, count)
         return count
+
+
+class RecallAlone(Recall):
+    """The part of a scheduler's side that brings rows back and stores them, by itself."""
+
+    def ask(
+        self,
+        request: EngineRequest,
+        keys: RequestKeys | None = None,
+        *,
+        has_tickets: bool = False,
+    ) -> LookUpKeys | None:
+        """A request is queued; what the workers are asked about it."""
+        keys = keys or RequestKeys(self._identity, request, self._sizes, ahead=self._ahead)
+        self.arrived(request, keys, has_tickets=has_tickets)
+        lookups = self._book.take().lookups
+        return lookups[0] if lookups else None
+
+    def matched(self, id: str, num_computed: int) -> int | None:
+        """Tokens beyond those that are computed."""
+        reach = self.reach(id, num_computed, num_computed)
+        return None if reach is None else reach - num_computed
+
+    def order(self, id: str, ids: BlockIds, start: int, num_tokens: int) -> LoadBlocks:
+        """The order of a load."""
+        self.load(id, ids, start, num_tokens)
+        return self._book.take().loads[0]
+
+    def answer(self, answer: KeysPresent) -> None:
+        self.apply(RanksReport(present={answer.request: answer}))

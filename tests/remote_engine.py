@@ -10,14 +10,30 @@ import argparse
 import json
 
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import AutoModelForCausalLM
 
-from kvstow.adapters.transformers import HeadShard, ModelMemory, model_identity
+from kvstow.adapters.transformers import ModelMemory, model_identity
 from kvstow.adapters.transformers.cache import Cache
-from kvstow.demo.parallel import check_heads, split
 from kvstow.offload.store import Store
 
 NEW_TOKENS = 12
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+
+def split(model, *, rank, ranks, port):
+    """Leave this rank its part of the model's matrices; ranks meet at a loopback port."""
+    meeting = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    plan = {where: STYLES[style]() for where, style in model.config.base_model_tp_plan.items()}
+    parallelize_module(model.base_model, mesh, plan)
 
 
 def main():
@@ -35,14 +51,13 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(asked.model).eval()
     identity = model_identity(model)  # before the weights are split
     if asked.ranks > 1:
-        check_heads(model, asked.ranks)
         split(model, rank=asked.rank, ranks=asked.ranks, port=asked.port)
     memory = ModelMemory.of(
         model,
         budget="8MiB",
         block_tokens=asked.block_tokens,
         order=asked.order,
-        shard=HeadShard(asked.rank, asked.ranks),
+        tp=(asked.rank, asked.ranks),
         identity=identity,
     )
     tokens = torch.tensor([asked.prompt])
@@ -62,7 +77,7 @@ def main():
         }
         print(json.dumps(said), flush=True)
     if asked.ranks > 1:
-        torch.distributed.destroy_process_group()
+        distributed.destroy_process_group()
 
 
 main()

@@ -32,7 +32,7 @@ def layout_of(
     layers = [
         *(layer(f"l.{i}", Full(), block_tokens=block_tokens, heads=heads) for i in (0, 2, 4)),
         *(layer(f"l.{i}", Window(WINDOW), block_tokens=block_tokens, heads=heads) for i in (1, 3)),
-        layer("l.5", State(checkpoints=2), block_tokens=block_tokens),
+        layer("l.5", State(), block_tokens=block_tokens),
     ]
     if not windows:
         layers = [one for one in layers if not isinstance(one.retention, Window)]

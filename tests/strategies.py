@@ -12,11 +12,10 @@ from itertools import combinations
 import numpy as np
 from hypothesis import strategies as st
 
-from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import Site, packed, separate, union
-from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.pack import Alignment, Site, packed, separate, union
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
 from planning import section_numbers
@@ -156,7 +155,6 @@ RETENTIONS = st.one_of(
     st.just(Full()),
     st.builds(Window, st.integers(1, 12)),
     st.builds(Chunk, st.integers(1, 12)),
-    st.builds(Sink, st.integers(1, 4), st.integers(1, 8)),
     st.builds(Encoder, st.integers(1, 9)),
 )
 DTYPES = st.sampled_from([DType.BFLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3, DType.INT4])
@@ -294,7 +292,7 @@ def field_bytes(
     number = (which << 56) + number[..., None] * (1 << 20) + states
     inside = np.arange(number[0].size // spec.states)  # row by row, nothing between
     offset, head_stride, token_stride = section_numbers(place, field.section)
-    start = offset + block * place.block_stride + _start_of(spec, name)
+    start = offset + block * place[0].block_stride + _start_of(spec, name)
     heads = np.arange(len(axes[0][1])) * head_stride
     slots = np.arange(spec.states) * token_stride
     address = start + heads[:, None, None] + inside[:, None] + slots
@@ -370,8 +368,16 @@ class Users:
             for field in spec.fields:
                 address, _, _ = field_bytes(self.layout, spec.name, field.name, 0, 0)
                 for block in ids.tolist():
-                    mine = address + block * place.block_stride
+                    mine = address + block * place[0].block_stride
                     assert (found[mine] == -1).all()
+                    found[mine] = block
+        for spec, place in zip(rows.group.layers, rows.placements, strict=True):
+            for part, at in zip(spec.sections, place, strict=True):
+                heads, states, cell = np.ogrid[: part.heads.size, : part.states, : part.cell_bytes]
+                address = at.offset + heads * at.head_stride + states * at.token_stride + cell
+                for block in ids.tolist():
+                    mine = address + block * at.block_stride
+                    assert np.isin(found[mine], (-1, block)).all()
                     found[mine] = block
         return found
 
@@ -386,7 +392,7 @@ class Users:
         return found
 
     def own(self, group: int, blocks: Blocks) -> Flags:
-        """Whether each byte is a field's in the listed blocks, or lies between two such bytes
+        """Whether each byte is a cell's in the listed blocks, or lies between two such bytes
         with nothing between them that another block can use at the same time."""
         mine = np.isin(self.blocks[group], blocks.ids)
         slabs = np.unique(blocks.ids // self.layout.groups[group].rows_per_slab)

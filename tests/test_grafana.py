@@ -5,18 +5,13 @@ import re
 import runpy
 from pathlib import Path
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 
-from kvstow.observe import (
-    TIER_COUNTS,
-    TIER_GAUGES,
-    TIER_REASONS,
-    VLLM_COUNTERS,
-    RouterMetrics,
-    Telemetry,
-    TierMetrics,
-    TransferMetrics,
-)
+from kvstow.adapters.router.metrics import RouterMetrics
+from kvstow.adapters.vllm.counts import VLLM_COUNTERS, VLLM_HISTOGRAMS
+from kvstow.observe import Telemetry
+from kvstow.offload.metrics import TIER_COUNTS, TIER_GAUGES, TIER_REASONS, TierMetrics
+from kvstow.transfer.metrics import TransferMetrics
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "deploy" / "grafana.json"
@@ -27,17 +22,18 @@ def exposed() -> set[str]:
     that have counted something."""
     telemetry = Telemetry()
     router = RouterMetrics(telemetry.registry)
-    for counter in (router.requests, router.faults, router.tokens):
+    for counter in (router.requests, router.faults):
         counter.labels("x").inc()
     router.answers.labels("x", "x").inc()
-    router.prefix_blocks.labels("x", "x").set(1)
     for each in VLLM_COUNTERS:
         made = Counter(each.family, "x", each.labels, registry=telemetry.registry)
         (made.labels("x") if each.labels else made).inc()
+    for each in VLLM_HISTOGRAMS:
+        Histogram(each.family, "x", registry=telemetry.registry).observe(1)
     metrics = TransferMetrics(telemetry.registry)
     for counter in (metrics.transfers, metrics.bytes, metrics.served_bytes, metrics.descriptors):
         counter.labels("x").inc()
-    for counter in (metrics.messages, metrics.lease_ends):
+    for counter in (metrics.messages, metrics.lease_ends, metrics.errors, metrics.contacts):
         counter.labels("x").inc()
     counts = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 1.0)
     reasons = {name: {"x": 1.0} for name in TIER_REASONS}

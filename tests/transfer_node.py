@@ -18,14 +18,14 @@ from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode
 from kvstow.plan.pack import Site, packed
-from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.status import status_document
-from kvstow.transfer.options import Options
-from kvstow.transfer.tickets.generations import Generations
+from kvstow.transfer.options import LONG_BYTES, Options
+from kvstow.transfer.tickets.owner import Generations
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from kvstow.transfer.transport.nixl import NixlTransport
@@ -36,7 +36,6 @@ ALL_RETENTIONS = (
     Kind(Full(), 4, _KV),
     Kind(Full(), 4, _KV),
     Kind(Window(24), 4, _KV),
-    Kind(Sink(3, 20), 4, _KV),
     Kind(Chunk(32), 4, _KV),
     Kind(State(), 4, (), parts=(4, 4, 8)),
 )
@@ -142,7 +141,7 @@ class Node:
             name=name,
             listen=listen,
             keys=keys,
-            options=Options(**(options or {})),
+            options=Options(**({"mapped": False} | (options or {}))),
         )
         if is_started:
             self.agent.start()
@@ -180,6 +179,9 @@ class Node:
 
     def begin_pull(self, tickets: list[str], into: Listed, **how: Any) -> int:
         parsed = [Ticket.parse(ticket) for ticket in tickets]
+        for earlier in self.transfers.values():  # its rows are refused until they are quiet
+            if earlier.done:
+                earlier.wait_quiet(15)
         number = len(self.transfers)
         self.transfers[number] = self.agent.pull(parsed, into=from_json(into), **how)
         return number
@@ -240,9 +242,6 @@ class Node:
                     first = max(first, num_tokens - tokens + 1)
                 case Chunk(tokens):
                     first = max(first, num_tokens - num_tokens % tokens)
-                case Sink(sinks, tokens):
-                    recent = max(sinks, first, num_tokens - tokens + 1)
-                    held = held[(held.end_token <= sinks) | (held.first_token >= recent)]
                 case Full():
                     pass
             wanted = held[(held.first_token < end) & (held.end_token > first)]
@@ -259,7 +258,11 @@ class Node:
 
     def path(self, address: str) -> dict:
         found = self.agent.connect(address).path
-        return {"direction": found.direction, "read": found.read_rate, "write": found.write_rate}
+        return {
+            "direction": found.way_of(LONG_BYTES),
+            "read": found.read.long,
+            "write": found.write.long,
+        }
 
     def metric(self, name: str, **labels: str) -> float:
         return self.agent.telemetry.registry.get_sample_value(name, labels) or 0.0

@@ -9,8 +9,10 @@
     ├── RouteError           two layouts that no route can join
     ├── OutOfBlocks          a hold or an admission that does not fit
     ├── BlockError           ids that are not held, not known, held twice
+    │   └── WrongThread      a pool changed in another thread than its owner's
     ├── TraceError           a request trace that cannot be replayed
     ├── ArenaError           memory that the system does not give, or that is gone
+    │   └── NotShared        memory that another process cannot map
     ├── MemoryLayoutError    foreign memory that contradicts its declared layout
     ├── CopyError            a copy that failed, with its blocks
     ├── TransferError        bytes that were not moved, or moved and not accepted
@@ -77,12 +79,24 @@ class BlockError(KvstowError):
     """Ids that are not held, out of range, or named twice."""
 
 
+class WrongThread(BlockError):
+    """A pool that is changed in another thread than its owner's; nothing was changed."""
+
+
 class TraceError(KvstowError):
     """A request trace that cannot be replayed."""
 
 
 class ArenaError(KvstowError):
     """Memory that the system does not give, or that is closed."""
+
+
+class NotShared(ArenaError):
+    """Memory that another process cannot map: `reason` is one word for all of a kind."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
 
 
 class MemoryLayoutError(KvstowError):

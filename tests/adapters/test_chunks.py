@@ -119,11 +119,11 @@ def damaged(path: Path) -> ChunkStore:
     """A store with chunks a and b, of which b was changed on disk."""
     with closing(opened(path)) as store:
         store.store([b"a", b"b"], [chunk(64, 0), chunk(64, 1)])
-    (file,) = [
+    file = next(  # rows that are stored together share a file, under a name each
         file
         for file in path.rglob("*")
         if file.is_file() and chunk(64, 1).tobytes() in file.read_bytes()
-    ]
+    )
     data = bytearray(file.read_bytes())
     data[data.index(chunk(64, 1).tobytes())] ^= 1
     file.write_bytes(data)

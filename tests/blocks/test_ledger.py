@@ -8,9 +8,10 @@ import pytest
 from block_layouts import HYBRID, MIXED, RECURRENT, layer, ledger_of, tokens
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.prompt import Prompt
+from kvstow.blocks.rows import KEPT, NEW
 from kvstow.blocks.table import RowCopy
-from kvstow.errors import BlockError, OutOfBlocks
-from kvstow.plan.retention import Chunk, Sink, Window
+from kvstow.errors import BlockError, OutOfBlocks, WrongThread
+from kvstow.plan.retention import Chunk, Window
 
 
 def test_a_number_of_numpy_is_a_number_of_tokens_and_a_list_is_no_prompt() -> None:
@@ -44,7 +45,7 @@ def test_an_admitted_request_holds_what_the_plan_says_it_needs(num_tokens: int) 
         assert ledger.num_tokens(request) == num_tokens
 
 
-@pytest.mark.parametrize("retention", [Window(100), Chunk(96), Sink(7, 50)])
+@pytest.mark.parametrize("retention", [Window(100), Chunk(96)])
 @pytest.mark.parametrize("step", [1, 333, 2048])
 def test_a_window_of_a_million_tokens_holds_a_bounded_number_of_rows(retention, step: int) -> None:
     ledger = ledger_of(layer("a", retention, tokens=16), num_slabs=400)
@@ -320,7 +321,7 @@ def test_requests_belong_to_the_thread_that_owns_the_pool() -> None:
     )
     with ThreadPoolExecutor(1) as other:
         for change in changes:
-            with pytest.raises(BlockError, match="thread"):
+            with pytest.raises(WrongThread, match="thread"):
                 other.submit(change).result()
         assert other.submit(ledger.num_tokens, request).result() == 5
     ledger.release(request)
@@ -333,10 +334,10 @@ def test_check_names_requests_and_prefixes_that_do_not_agree_with_the_pool() -> 
     ledger.grow(request, 7)
     ledger.check()
     first, second = ledger.blocks(request)[0].ids[:2].tolist()
-    ledger.pool._of[0][1].kept[first] = False
+    ledger.pool._of[0][1].state[first] = NEW
     with pytest.raises(BlockError, match=f"block {first} can be found and is not kept"):
         ledger.check()
-    ledger.pool._of[0][1].kept[first] = True
+    ledger.pool._of[0][1].state[first] = KEPT
     ledger._tables[0].write(0, 0, np.array([second]))
     with pytest.raises(BlockError, match="1 ids are in one request twice") as caught:
         ledger.check()

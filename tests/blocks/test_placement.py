@@ -11,9 +11,9 @@ from block_layouts import (
     packed_layout,
     rows_per_slab,
 )
-from kvstow.blocks.placement import EvictionCandidates, RowDemand, lru
+from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
-from kvstow.blocks.runs import num_runs
+from kvstow.blocks.rows import num_runs
 
 
 def test_a_hold_is_one_ascending_run_in_a_fresh_pool() -> None:
@@ -111,15 +111,4 @@ def test_a_hit_makes_a_row_young_again() -> None:
     old, young = cache(pool, 0, 2), cache(pool, 0, 2)
     pool.share(0, old)
     pool.release(0, old)
-    assert sorted(pool.hold(0, 2).tolist()) == young.tolist()
-
-
-def test_a_plain_function_decides_what_is_evicted() -> None:
-    def youngest(candidates: EvictionCandidates, count: int) -> np.ndarray:
-        return np.argsort(-candidates.last_use, kind="stable")[:count]
-
-    assert lru(EvictionCandidates(0, np.arange(3), np.arange(3)), 2).tolist() == [0, 1]
-    pool = Pool(packed_layout((layer("a"),), 5), policy=youngest)
-    cache(pool, 0, 2)
-    young = cache(pool, 0, 2)
     assert sorted(pool.hold(0, 2).tolist()) == young.tolist()

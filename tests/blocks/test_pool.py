@@ -18,8 +18,8 @@ from block_layouts import (
 )
 from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
-from kvstow.errors import BlockError, OutOfBlocks, PlanError
-from kvstow.plan.deployment import plan_model
+from kvstow.errors import BlockError, OutOfBlocks, PlanError, WrongThread
+from kvstow.plan.sizing.plan import plan_model
 
 
 def test_a_pool_of_a_plan_is_refused_with_what_to_do() -> None:
@@ -91,6 +91,17 @@ def test_quarantined_rows_come_back_only_from_quarantine() -> None:
         pool.hold(0, 1)
     pool.unquarantine(0, ids[:1])
     assert pool.hold(0, 1).tolist() == ids[:1].tolist()
+
+
+def test_nobody_can_give_back_the_hold_of_the_quarantine() -> None:
+    pool = Pool(packed_layout((layer("a"),), 3))
+    ids = pool.hold(0, 2)
+    pool.quarantine(0, ids[:1])
+    pool.release(0, ids)
+    with pytest.raises(BlockError, match=f"block {ids[0]} is released more often than it is held"):
+        pool.release(0, ids[:1])
+    assert pool.quarantined(0).tolist() == ids[:1].tolist()
+    pool.check()
 
 
 def test_a_row_that_was_quarantined_is_never_cached() -> None:
@@ -207,7 +218,7 @@ def test_a_change_in_another_thread_than_the_owners_is_refused(change: str) -> N
     ids = pool.hold(0, 2)
     holds, generations = pool.holds(0, ids).tolist(), pool.generations[0].tolist()
     error = in_thread(changes(pool, ids)[change])
-    assert isinstance(error, BlockError)
+    assert isinstance(error, WrongThread)
     assert "'other'" in str(error)
     assert "'MainThread'" in str(error)
     assert "hint: " in str(error)
@@ -221,7 +232,7 @@ def test_the_first_thread_that_changes_a_pool_owns_it_and_questions_are_free() -
     pool = Pool(packed_layout((layer("a"),), 6))
     assert in_thread(lambda: pool.hold(0, 2)) is None
     assert pool.num_held(0) == 2
-    with pytest.raises(BlockError, match="thread"):
+    with pytest.raises(WrongThread, match="thread"):
         pool.hold(0, 1)
 
 
@@ -230,7 +241,7 @@ def test_a_pool_that_is_handed_over_belongs_to_the_next_thread_that_changes_it()
     pool.hold(0, 1)
     pool.hand_over()
     assert in_thread(lambda: pool.hold(0, 1)) is None
-    with pytest.raises(BlockError, match="thread"):
+    with pytest.raises(WrongThread, match="thread"):
         pool.hold(0, 1)
     pool.hand_over()
     pool.hold(0, 1)

@@ -1,11 +1,10 @@
-"""Free slabs are found by level as if every slab were looked at."""
+"""Free slabs are found by level as if every slab were looked at; runs are few."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.blocks.rows import SEGMENT, FreeSlabs
-from kvstow.blocks.runs import ids_at, num_at
+from kvstow.blocks.rows import SEGMENT, FreeSlabs, fewest_runs, num_runs
 
 NUM_LEVELS = 5
 
@@ -38,14 +37,42 @@ def test_as_many_slabs_as_there_are_can_be_had(given, level: int, count: int) ->
     made, model = given
     wanted = {slab for slab, at in model.items() if at == level}
     assert made.totals[level] == len(wanted)
-    for where in (made.side_by_side(level, count), made.scattered(level, count)):
-        ids = ids_at(where)
-        assert num_at(where) == len(ids) == min(count, len(wanted))
+    for ids in (made.side_by_side(level, count), made.scattered(level, count)):
+        assert len(ids) == min(count, len(wanted))
         assert set(ids.tolist()) <= wanted
         assert (ids[1:] > ids[:-1]).all()
 
 
 def test_an_untouched_segment_gives_one_run_from_its_beginning() -> None:
     made = FreeSlabs(3 * SEGMENT, 1)
-    made.add(slice(5, 3 * SEGMENT), 1)
-    assert made.side_by_side(1, SEGMENT) == slice(SEGMENT, 2 * SEGMENT)
+    made.add(np.arange(5, 3 * SEGMENT), 1)
+    assert made.side_by_side(1, SEGMENT).tolist() == list(range(SEGMENT, 2 * SEGMENT))
+
+
+# ── runs ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_hold_that_fits_nowhere_takes_the_longest_runs() -> None:
+    assert fewest_runs(np.array([1, 2, 3, 7, 9, 10, 11, 12]), 6).tolist() == [1, 2, 9, 10, 11, 12]
+    assert fewest_runs(np.array([4]), 1).tolist() == [4]
+    assert fewest_runs(np.array([4, 6]), 2).tolist() == [4, 6]
+
+
+@given(st.sets(st.integers(0, 60), min_size=1), st.integers(1, 70), st.integers(1, 9))
+def test_the_longest_runs_are_taken_and_no_more_than_asked_for(
+    chosen: set[int], count: int, most: int
+) -> None:
+    ids = np.array(sorted(chosen))
+    lengths = sorted(
+        (len(run) for run in np.split(ids, np.nonzero(np.diff(ids) != 1)[0] + 1)), reverse=True
+    )
+    some = fewest_runs(ids, count, most=most)
+    assert set(some.tolist()) <= chosen
+    assert len(some) == min(count, sum(lengths[:most]))
+    assert num_runs(some) <= most
+    assert (some[1:] > some[:-1]).all()
+    every = fewest_runs(ids, count)
+    assert len(every) == min(count, len(ids))
+    assert num_runs(every) == next(
+        (n for n in range(1, len(lengths)) if sum(lengths[:n]) >= count), len(lengths)
+    )

@@ -1,24 +1,8 @@
-"""States: the running row, checkpoints behind it, and checkpoints that others start from."""
+"""States: the running row, and checkpoints that others start from."""
 
-from block_layouts import CHECKPOINTED, RECURRENT, layer, ledger_of, state, tokens
+from block_layouts import RECURRENT, layer, ledger_of, state, tokens
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy
-
-
-def test_checkpoints_are_kept_behind_the_running_state_and_no_more_than_asked() -> None:
-    ledger = ledger_of(*CHECKPOINTED, caching=False)
-    request = ledger.admit(4).request
-    running = int(ledger.blocks(request)[1].ids[0])
-    made = []
-    for end in range(5, 30):
-        made += ledger.grow(request, end)
-        kept = ledger.checkpoints(request)[1]
-        assert len(kept) <= 2
-        assert ledger.pool.num_held(1) == 1 + len(kept)
-    assert {copy.source for copy in made} == {running}
-    assert len(made) == 7
-    assert ledger.checkpoints(request)[1].index.tolist() == [5, 6]
-    assert ledger.blocks(request)[1].index.tolist() == [0]
 
 
 def test_a_request_that_starts_from_a_checkpoint_copies_it_first() -> None:

@@ -55,7 +55,7 @@ def test_a_manifest_may_come_from_stdin(manifest):
 
 def test_every_broken_law_is_listed(manifest):
     def shrink(document):
-        document["nbytes"] = 4096
+        document["layout"]["nbytes"] = 4096
 
     result = invoke("check", str(edited(manifest, shrink)), "--json")
     assert result.exit_code == 1
@@ -67,8 +67,8 @@ def test_every_broken_law_is_listed(manifest):
 
 def test_broken_laws_are_data_and_the_verdict_is_talk(manifest):
     def collide(document):
-        layers = document["groups"][0]["layers"]
-        layers[1]["place"] = layers[0]["place"]
+        places = document["layout"]["groups"][0]["placements"]
+        places[1] = places[0]
 
     result = invoke("check", str(edited(manifest, collide)))
     assert result.exit_code == 1

@@ -382,3 +382,10 @@ def test_int8_is_kept_with_its_scales():
 )
 def test_what_a_request_costs_is_said_in_words_that_fit_the_model(model, words):
     assert words in invoke("plan", model, "--memory", "16GiB").stdout
+
+
+def test_a_length_that_is_asked_for_stands_in_place_of_the_usual_ones():
+    document = plan("llama-3.1-8b", "--tokens", "5000")
+    assert list(document["request"]["at_tokens"]) == ["5000"]
+    assert list(document["capacity"]["requests"]) == ["5000"]
+    assert "5,000" in invoke("plan", "llama-3.1-8b", "--tokens", "5000").stdout

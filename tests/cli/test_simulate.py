@@ -44,6 +44,28 @@ def test_the_command_prints_the_agreed_keys_for_both_policies() -> None:
         assert 0 <= figures["waste"]["total"] < 1
 
 
+def test_without_options_chats_arrive_over_time_share_beginnings_and_are_answered_soon() -> None:
+    result = CliRunner().invoke(app, ["simulate", "llama-3.1-8b", "--memory", "40GiB", "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    figures = document["policies"]["slab"]
+    assert (document["trace"], figures["completed"]) == ("chat", document["requests"])
+    assert 0.025 < figures["first_token_seconds"]["p50"] < figures["first_token_seconds"]["p95"] < 1
+    assert figures["hit_rate"] > 0.5
+    assert figures["seconds"] > 60
+
+
+def test_the_answer_begins_with_times_and_says_what_was_assumed() -> None:
+    command = ["simulate", "gpt-oss-20b", "--memory", "1GiB", "--requests", "9"]
+    text = CliRunner().invoke(app, command).stdout
+    assert text.startswith("gpt-oss-20b: 9 requests of chat, 4 per second\n")
+    assert "first token after, median" in text.splitlines()[3]
+    assert "rates are assumed" in " ".join(text.split())
+    told = CliRunner().invoke(app, [*command, "--prefill-rate", "500", "--rate", "inf"]).stdout
+    assert told.startswith("gpt-oss-20b: 9 requests of chat, all at once\n")
+    assert "assumed" not in told
+
+
 def test_the_command_draws_a_page_that_loads_nothing(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = CliRunner().invoke(

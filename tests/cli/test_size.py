@@ -25,7 +25,11 @@ def test_a_gpu_alone_asks_how_many_requests_fit():
     assert document["question"] == "fit"
     assert document["gpus"] == 2
     assert document["max_requests"] == 2 * document["ranks"][0]["requests"] > 0
-    assert document["answer"].startswith(f"{document['max_requests']} requests of 4,096 tokens fit")
+    assert document["answer"].startswith(f"{document['max_requests']} requests of 4,096 tokens")
+    low, high = document["concurrency"]
+    assert document["max_requests"] <= low < high
+    assert document["kv_tokens"] == pytest.approx([low * 4096, high * 4096], rel=1e-3)
+    assert "--data-parallel-size 2" in document["command"]
 
 
 def test_every_rank_is_shown_and_the_limiting_one_is_named():
@@ -66,7 +70,7 @@ def test_heads_that_are_repeated_are_said():
 def test_a_model_that_does_not_fit_ends_with_1_and_says_what_would_do():
     document = size("llama-3.1-70b", "--gpu", "h100", code=1)
     assert document["max_requests"] == 0
-    assert "2 × h100 (tp 2" in document["answer"]
+    assert "× h100 (tp" in document["answer"]
     assert size("llama-3.1-405b", "--gpu", "1GiB", "--requests", "3", code=1)["clusters"] == []
 
 
@@ -77,6 +81,7 @@ def test_a_model_that_does_not_fit_ends_with_1_and_says_what_would_do():
         ["llama-3.1-8b", "--gpu", "h100", "--pp", "4"],
         ["deepseek-v3", "--gpu", "h200", "--requests", "500"],
         ["jamba-mini", "--gpu", "80GiB", "--tp", "2"],
+        ["gpt-oss-120b", "--gpu", "a100,h200"],
         ["llama-3.1-70b", "--gpu", "h100"],
     ],
 )
@@ -97,7 +102,7 @@ def test_answers_fit_80_columns(arguments):
         (["llama-3.1-8b", "--kv-dtype", "fp9"], 2, ["fp9", "hint:"]),
         (["llama-3.1-8b", "--tp", "3", "--gpu", "h100"], 1, ["32", "3", "hint:"]),
         (["glm-4.7-flash", "--gpu", "h100"], 2, ["--weights-bytes"]),
-        (["llama-3.1-8b", "--utilisation", "1.5"], 2, ["--utilisation"]),
+        (["llama-3.1-8b", "--utilization", "1.5"], 2, ["--utilization"]),
         (["llama-3.1-8b", "--requests", "0"], 2, ["--requests"]),
     ],
 )
@@ -116,6 +121,38 @@ def test_recurrent_layers_have_no_kv_heads_to_repeat(model, gpu):
 
 
 def test_a_request_longer_than_the_model_is_published_for_is_noted():
-    result = invoke("llama-3.1-8b", "--gpu", "h200", "--tokens", "200000")
-    assert "131,072 tokens at most; counted with 200,000" in result.stderr
-    assert invoke("llama-3.1-8b", "--gpu", "h200", "--tokens", "131072").stderr == ""
+    arguments = ("llama-3.1-8b", "--gpu", "h200", "--tokens")
+    (note,) = size(*arguments, "200000")["notes"]
+    assert "131,072 tokens at most; counted with 200,000" in note
+    assert size(*arguments, "131072")["notes"] == []
+    assert "note: llama-3.1-8b is published for" in invoke(*arguments, "200000").stdout
+
+
+def test_several_gpus_are_answered_one_by_one():
+    both = size("llama-3.1-8b", "--gpu", "l40s,h100")
+    assert [each["gpu"]["name"] for each in both] == ["l40s", "h100"]
+    assert both == [size("llama-3.1-8b", "--gpu", gpu) for gpu in ("l40s", "h100")]
+
+
+def test_the_engine_takes_its_part_and_says_which():
+    document = size("llama-3.1-8b", "--gpu", "h100")
+    assert {"activations", "sampling", "outside", "graphs"} == set(document["overhead"])
+    bare = size("llama-3.1-8b", "--gpu", "h100", "--engine", "none")
+    assert bare["max_requests"] == bare["max_requests_at_most"] > document["max_requests_at_most"]
+    told = size("llama-3.1-8b", "--gpu", "h100", "--reserve", "3GiB")
+    assert told["overhead"] == {"reserve": [3 << 30, 3 << 30]}
+
+
+def test_weights_may_be_counted_in_another_dtype():
+    own, fp8 = (
+        size("qwen3-8b", *more)["weights"]["bytes"] for more in ((), ("--weights-dtype", "fp8"))
+    )
+    assert fp8 == own // 2
+    assert "nvfp4" in invoke("qwen3-8b", "--weights-dtype", "q4").stderr
+
+
+def test_models_with_latents_say_that_their_usual_deployment_is_not_counted():
+    assert any(
+        "data-parallel" in note
+        for note in size("deepseek-v3", "--gpu", "h200", "--tp", "8")["notes"]
+    )

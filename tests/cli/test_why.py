@@ -138,3 +138,20 @@ def test_the_identity_of_another_checkpoint_is_compared_field_by_field(tmp_path:
     )
     (difference,) = asked(other_rope)["differences"]
     assert (difference["stored"], difference["asked"]) == ("10000.0", "500000.0")
+
+
+def test_a_store_that_a_model_in_memory_filled_is_recognised(tmp_path: Path):
+    own = checkpoint(tmp_path / "own", 1e4, 1.0)
+    rope = checkpoint(tmp_path / "rope", 5e5, 1.0)
+    config = {"model_type": "llama", "rope_theta": 1e4, "architectures": ["X"]}
+    identity = Identity.of_tensors("m", config, [("w", "f32", b"1234")], kv_dtype="float32")
+    layout = packed(grouped([layer("l.0", Full())]), num_slabs=20).identified(identity)
+    arena, ledger = Arena(layout), Ledger(Pool(layout))
+    with Store(disk=tmp_path / "kv", disk_bytes="2MiB") as made:
+        made.save(arena, ledger.blocks(ledger.admit(16).request), Prompt.of(np.array(TOKENS)))
+    text = why(tmp_path / "kv", "--tokens", TOKENS, "--model", own).stdout
+    assert "16 of 16 tokens are found: found" in text
+    assert "cannot be compared with files" in text
+    answer = json.loads(why(tmp_path / "kv", "--tokens", TOKENS, "--model", rope, "--json").stdout)
+    assert [each["field"] for each in answer["differences"]] == ["config rope_theta"]
+    assert answer["note"].startswith("a model in memory filled this store")

@@ -39,15 +39,6 @@ def test_a_page_without_marks_is_refused():
         results["replaced"]("nothing", "table")
 
 
-def test_every_number_of_a_document_is_found():
-    document = {"machine": {"cores": 2}, "a": {"b": [1, {"c": 2}]}, "d": "e"}
-    assert list(results["leaves"](document)) == [
-        (("a", "b", "0"), 1),
-        (("a", "b", "1", "c"), 2),
-        (("d",), "e"),
-    ]
-
-
 def test_headlines_name_things_that_exist():
     for each in json.loads((ROOT / "bench" / "headlines.json").read_text("utf-8")):
         needed = {"what", "file", "kvstow"}

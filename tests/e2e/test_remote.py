@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from kvstow.adapters.transformers import HeadShard, ModelMemory
+from kvstow.adapters.transformers import ModelMemory
 from kvstow.adapters.transformers.cache import Cache
 from kvstow.offload.store import Store
 from kvstow.testing.servers import Mooncake, Seaweed, Valkey, free_ports
@@ -73,8 +73,7 @@ def answered(url, model, **options):
 
 def prefilled(url, model, rank, ranks):
     """One rank computes the prompt and stores its own heads."""
-    shard = HeadShard(rank, ranks, computes_all=True)
-    memory = ModelMemory.of(model, budget="8MiB", shard=shard)
+    memory = ModelMemory.of(model, budget="8MiB", tp=(rank, ranks))
     tokens = torch.tensor([PROMPT])
     with torch.no_grad(), Store(remote=url) as store, memory:
         cache = Cache(memory, store=store, tokens=tokens)

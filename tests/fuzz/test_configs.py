@@ -4,10 +4,10 @@ import json
 
 from fuzzing import Reader, damaged_json, folder, fuzzed
 from kvstow.errors import KvstowError, ModelError, PlanError, SpecError
-from kvstow.plan.deployment import Deployment
 from kvstow.plan.identity import config_fields
 from kvstow.plan.manifest import decode, encode
 from kvstow.plan.models import catalogue, load_model
+from kvstow.plan.sizing.plan import Deployment
 
 OWN = (ModelError, SpecError, PlanError)
 FILE = folder() / "config.json"

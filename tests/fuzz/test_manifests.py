@@ -10,12 +10,12 @@ from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.manifest import decode, encode
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Site, packed, separate
-from kvstow.plan.retention import Chunk, Encoder, Sink, Window
+from kvstow.plan.retention import Chunk, Encoder, Window
 from planning import attention, section_numbers
 
 
 def layouts() -> list[Layout]:
-    kinds = (None, Window(8), Chunk(8), Sink(1, 4), Encoder(6))
+    kinds = (None, Window(8), Chunk(8), Encoder(6))
     layers = [attention(f"l.{i}", retention=kind) for i, kind in enumerate(kinds)]
     small = packed(grouped(layers), num_slabs=4, site=Site(model="small", order="BHLNC"))
     known = Identity(model="small", weights="01" * 16, config=(("rope_theta", "10000"),))
@@ -38,10 +38,10 @@ def check_pages(layout: Layout, rows: PlacedGroup) -> None:
         for number, section in enumerate(layer.sections):
             offset, head_stride, token_stride = section_numbers(place, number)
             last = (heads - 1) * head_stride + (states - 1) * token_stride
-            end = offset + (blocks - 1) * place.block_stride + last + section.cell_bytes
+            end = offset + (blocks - 1) * place[0].block_stride + last + section.cell_bytes
             assert 0 <= offset < end <= layout.nbytes < 2**63
             cells += [
-                (offset + b * place.block_stride + h * head_stride, section.cell_bytes)
+                (offset + b * place[0].block_stride + h * head_stride, section.cell_bytes)
                 for b in range(min(2, blocks))
                 for h in range(min(4, heads))
             ]

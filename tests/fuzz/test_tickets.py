@@ -49,14 +49,16 @@ def read(data: bytes) -> str:
 
 
 def sealed(body: bytes) -> bytes:
-    data = blake2b(body, digest_size=8).digest() + zlib.compress(body, 1)
-    return b"kvt2." + base64.urlsafe_b64encode(data).rstrip(b"=")
+    signed = bytes(16) + body
+    checksum = blake2b(signed, digest_size=8).digest()
+    data = checksum + bytes(16) + zlib.compress(body, 1)
+    return b"kvt3." + base64.urlsafe_b64encode(data).rstrip(b"=")
 
 
 def opened(word: bytes) -> bytes:
     try:
         data = base64.urlsafe_b64decode(word[5:] + b"=" * (-len(word[5:]) % 4))
-        return zlib.decompress(data[8:])
+        return zlib.decompress(data[24:])
     except (ValueError, zlib.error):
         return word
 

@@ -11,16 +11,15 @@ from kvstow.memory import cuda
 from kvstow.memory.adopt import adopted_layout
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import block_copies, choose_method, copy
-from kvstow.memory.digest import DigestOf, copied, digest, prepared
-from kvstow.plan.alignment import Alignment
+from kvstow.memory.digest import DigestOf, digest, prepared
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import Site, packed
+from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
-from kvstow.route.route import route
+from kvstow.route.route import plan_route
 from kvstow.testing.attention import check_attention
 from kvstow.testing.patterns import pattern
 
@@ -112,12 +111,12 @@ def test_views_of_every_order_lie_at_the_planned_addresses_on_the_device():
             before = torch.cuda.memory_allocated()
             for name, (_, spec, place) in layout.layers.items():
                 view = arena.tensor(name)
-                assert view.data_ptr() == arena.address + place.offset
+                assert view.data_ptr() == arena.address + place[0].offset
                 unit = view.element_size()
                 assert [s * unit for s in view.stride()[:3]] == [
-                    place.block_stride,
-                    place.head_stride,
-                    place.token_stride,
+                    place[0].block_stride,
+                    place[0].head_stride,
+                    place[0].token_stride,
                 ]
                 arena.bytes.zero_()
                 last = arena.field(name, spec.fields[-1].name)
@@ -172,7 +171,7 @@ def test_engine_tensors_on_the_device_are_adopted_in_place():
     here, there = {0: Blocks.first([4, 1])}, {0: Blocks.first([7, 3])}
     with Arena.adopt(layout, tensors, axes=axes) as engine, Arena(mine, device=DEVICE) as arena:
         assert torch.equal(engine.tensor("l.2"), tensors["l.2"].transpose(1, 2))
-        copy(engine, arena, route(layout, mine).copies(here, there, 8)).wait()
+        copy(engine, arena, plan_route(layout, mine).copies(here, there, 8)).wait()
         assert torch.equal(arena.tensor("l.1")[7], tensors["l.1"][4].transpose(0, 1))
         assert digest(engine, here, 8) == digest(arena, there, 8)
 
@@ -393,34 +392,6 @@ def test_the_device_finds_the_hosts_digest_for_every_order_kind_length_and_head(
             assert digest(host, blocks, 1) != digest(there, blocks, 1)
             assert take() == (digest(there, blocks, 3 * tokens),)
             assert take() != (digest(host, blocks, 3 * tokens),)
-
-
-def test_cells_of_samples_come_by_copies_and_give_the_hosts_digest():
-    rng = np.random.default_rng(3)
-    for order in ORDERS:
-        for sizes in (
-            {"heads": 1, "dim": 5, "tokens": 1},
-            {"heads": 8, "dim": 128, "tokens": 16},
-            {"heads": 2, "dim": 7, "tokens": 2, "dtype": DType.FLOAT8_E4M3},
-        ):
-            layout = hybrid(order, num_slabs=400, **sizes)
-            host, there = filled(layout, "cpu", 5), filled(layout, DEVICE, 5)
-            tokens = layout.groups[0].group.block_tokens
-            ids = {0: Blocks.first(rng.permutation(layout.num_blocks(0) - 1)[:240] + 1)}
-            wanted = [
-                DigestOf(ids, n, layers=[name], heads=(0, 1), every=tokens, phase=n % tokens)
-                for n, name in ((1, "l.0"), (7 * tokens, "l.1"), (240 * tokens, "l.2"))
-            ]
-            for _ in range(2):
-                cells = copied(there, wanted)
-                assert cells is not None
-                cells.close()
-                assert cells.are_there()
-                assert cells.counted() == prepared(host, wanted)() == prepared(there, wanted)()
-                for arena in (host, there):
-                    arena.bytes.add_(1)
-            assert copied(there, [DigestOf(ids, 240 * tokens)]) is None
-            assert copied(host, wanted) is None
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from kvstow.memory.arena import Arena
+from kvstow.offload.copies.mover import Limits, Mover
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.mover.mover import Limits, Mover
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, Window

@@ -27,9 +27,7 @@ DEVICE = os.environ.get("KVSTOW_TEST_DEVICE", "cuda:0")
 SLOT_BYTES = 8192
 """A few rows: staged pulls and rows that are cut take several pieces."""
 
-WAYS = (None, "write", "gathered", "staged", "rows", "read")
-GATHERS = {"write": False, "gathered": True}
-"""Both are written; whether the producer gathers first is said to it. Else it chooses itself."""
+WAYS = (None, "write", "slots", "read")
 
 CASES = {  # heads and dim; the producer's ranks, tokens per block and order; the consumer's; tokens
     "heads of two ranks": ((2, 8), (2, 16, "BLHNC"), (1, 16, "BLHNC"), 90),
@@ -75,7 +73,7 @@ def request(where, case, side, seed):
 def agent(where, name):
     from kvstow.transfer.agent import Agent
     from kvstow.transfer.options import Options
-    from kvstow.transfer.tickets.generations import Generations
+    from kvstow.transfer.tickets.owner import Generations
     from kvstow.transfer.transport.nixl import NixlTransport
 
     arena = Arena(where, device=DEVICE)
@@ -92,19 +90,16 @@ def agent(where, name):
 
 
 def produce():
-    """Offer the request of the case on stdin, on those ranks that the consumer's rank 0 needs; and
-    gather what is written, or not, if the line says so."""
+    """Offer the request of the case on stdin, on those ranks that the consumer's rank 0 needs."""
     with ExitStack() as stack:
         current, agents = "", []
         for line in sys.stdin:
-            case, gathers = json.loads(line)
+            case = json.loads(line)
             if case != current:
                 stack.close()
                 current, agents = case, list(offering(case))
                 for made, _ in agents:
                     stack.callback(made.close)
-            for made, _ in agents:
-                made.endpoint.gathers = gathers
             num_tokens = CASES[case][3]
             print(*(made.offer_blocks(blocks, num_tokens) for made, blocks in agents), flush=True)
 
@@ -128,8 +123,8 @@ def producer():
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
-    def tickets(case, gathers):
-        print(json.dumps([case, gathers]), file=child.stdin, flush=True)
+    def tickets(case):
+        print(json.dumps(case), file=child.stdin, flush=True)
         line = child.stdout.readline()
         assert line, f"the producer has ended with {child.wait(10)}"
         return [Ticket.parse(text) for text in line.split()]
@@ -163,17 +158,16 @@ def pulled(tickets, case):
     found = {}
     try:
         for way in WAYS:
-            direction = "write" if way == "gathered" else way
             pull = made.pull(
-                tickets(case, GATHERS.get(way)),
+                tickets(case),
                 into=into,
-                direction=direction,
+                direction=way,
                 digest="always",
                 deadline=30.0,
             )
             found[way] = stats = pull.wait(60)
             assert stats.digest == "passed", (case, way)
-            assert way is None or set(stats.directions) == {direction}, (case, way, stats)
+            assert way is None or set(stats.directions) == {way}, (case, way, stats)
             wrong = wrong_values(arena, into, CASES[case][3])
             assert wrong == 0, f"{case}: {way}: {wrong} values are wrong"
             arena.fill(0, into[0].ids, CANARY)
@@ -190,25 +184,14 @@ def test_every_way_brings_every_byte_and_no_other():
             pulled(tickets, case)
 
 
-def test_cut_rows_and_staged_ones_take_few_descriptors():
+def test_slots_take_few_descriptors():
     needs_nixl()
     with producer() as tickets:
         found = pulled(tickets, "everything")
     counts = {str(way): stats.descriptors for way, stats in found.items()}
     print(f"descriptors {counts}, chosen {found[None].directions}", flush=True)
     assert counts["read"] == counts["write"] > 500
-    assert counts["rows"] <= 2 * 33  # rows of two ranks, of 8 tokens each
-    assert counts["staged"] < counts["read"] // 8
-
-
-def test_gathered_writes_take_few_descriptors():
-    needs_nixl()
-    with producer() as tickets:
-        found = pulled(tickets, "longer blocks")
-    counts = {str(way): stats.descriptors for way, stats in found.items()}
-    print(f"descriptors {counts}, chosen {found[None].directions}", flush=True)
-    assert counts["write"] == counts["read"]
-    assert 4 * counts["gathered"] < counts["write"]
+    assert counts["slots"] < counts["read"] // 8
 
 
 if __name__ == "__main__":

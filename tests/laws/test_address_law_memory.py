@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import block_copies, copy
-from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
-from kvstow.plan.pack import Site, packed
+from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Full, State
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
-from kvstow.route.route import route
+from kvstow.route.route import plan_route
 from planning import layouts, section_numbers
 
 TIGHT = Alignment(page=1, row=1, base=64)
@@ -95,7 +94,7 @@ def test_every_element_of_every_view_lies_where_the_order_says(order, kind, dtyp
 @given(layouts(), st.data())
 def test_an_element_written_through_one_view_is_read_through_every_other_path(layout, data):
     name = data.draw(st.sampled_from(sorted(layout.layers)))
-    group, spec, place = layout.layers[name]
+    group, spec, places = layout.layers[name]
     field = data.draw(st.sampled_from(spec.fields))
     block = data.draw(st.integers(0, layout.num_blocks(group) - 1))
     head = data.draw(st.integers(0, spec.heads.size - 1))
@@ -113,8 +112,8 @@ def test_an_element_written_through_one_view_is_read_through_every_other_path(la
             (*view.strides, 1),
         )
         raw[(block, head, state, *at, byte % unit)] = 0x5A
-        offset, head_stride, token_stride = section_numbers(place, field.section)
-        page_start = offset + block * place.block_stride
+        offset, head_stride, token_stride = section_numbers(places, field.section)
+        page_start = offset + block * places[0].block_stride
         cell_start = page_start + head * head_stride + state * token_stride
         address = cell_start + spec.field_offsets[field.name] + byte
         memory = arena.bytes.numpy()
@@ -138,7 +137,9 @@ def test_an_element_keeps_its_coordinates_when_copied_to_another_order(source, d
         for i in range(2):
             values = torch.arange(a.tensor(f"l.{i}").numel()) + 1000 * i
             a.tensor(f"l.{i}").view(torch.int16).copy_(values.reshape(a.tensor("l.0").shape))
-        moves = route(mine, theirs).copies({0: Blocks.first(ids)}, {0: Blocks.first(others)}, 8)
+        moves = plan_route(mine, theirs).copies(
+            {0: Blocks.first(ids)}, {0: Blocks.first(others)}, 8
+        )
         copy(a, b, moves).wait()
         for i in range(2):
             assert torch.equal(

@@ -21,7 +21,7 @@ from kvstow.blocks.table import RowCopy
 from kvstow.errors import OutOfBlocks
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout
-from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
+from kvstow.plan.retention import Chunk, Encoder, Full, State, Window
 
 LAYOUTS = layouts()
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
@@ -37,8 +37,6 @@ def visible(group: Group, position: int) -> set[int]:
             return {p for p in before if p > position - tokens}
         case Chunk(tokens):
             return {p for p in before if p // tokens == position // tokens}
-        case Sink(sink_tokens, tokens):
-            return {p for p in before if p < sink_tokens or p > position - tokens}
         case State() | Encoder():
             return set()
 
@@ -247,25 +245,15 @@ class LedgerMachine(RuleBasedStateMachine):
                 for run in self.running
                 for part in (self.ledger.blocks(run.request)[g],)
                 for block in part.ids
-            } | {
-                int(block)
-                for run in self.running
-                for block in (
-                    self.ledger.checkpoints(run.request)[g].ids
-                    if g in self.ledger.checkpoints(run.request)
-                    else ()
-                )
             }
             assert self.ledger.pool.num_held(g) == len(mine)
 
     @invariant()
     def holdings_are_bounded(self) -> None:
         for run in self.running:
-            kept = self.ledger.checkpoints(run.request)
             for g, part in self.ledger.blocks(run.request).items():
                 bound = self.ledger.groups[g].rows_bound(in_flight=run.step)
-                rows = len(part) + (len(kept[g]) if g in kept else 0)
-                assert bound is None or rows <= bound, self.ledger.groups[g].name
+                assert bound is None or len(part) <= bound, self.ledger.groups[g].name
 
     @invariant()
     def everything_comes_back(self) -> None:

@@ -11,13 +11,13 @@ from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.plan.group import Group
-from kvstow.plan.retention import Chunk, Full, Sink, Window
+from kvstow.plan.retention import Chunk, Full, Window
 
 LAYERS = (
     layer("full", tokens=4),
     layer("window", Window(6), tokens=2, dim=48),
     layer("chunk", Chunk(8), tokens=2, dim=80),
-    layer("sink", Sink(3, 5), tokens=1, dim=16),
+    layer("short", tokens=1, dim=16),
 )
 LENGTH = 48
 
@@ -30,8 +30,6 @@ def sees(group: Group, position: int, earlier: int) -> bool:
             return earlier > position - tokens
         case Chunk(tokens):
             return earlier // tokens == position // tokens
-        case Sink(sink_tokens, tokens):
-            return earlier < sink_tokens or earlier > position - tokens
         case other:
             raise AssertionError(other)
 

@@ -77,7 +77,7 @@ def pulled(moments: dict[int, list[tuple[int, int]]], direction: str) -> tuple[d
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(st.integers(0, 16), st.lists(st.sampled_from(BLOCKS), max_size=3), max_size=4),
-    st.sampled_from(["read", "write", "rows"]),
+    st.sampled_from(["read", "write", "slots"]),
     st.sampled_from([0, 1 << 16]),
 )
 def test_what_is_accepted_is_what_was_offered(moments, direction, long_gap):
@@ -92,7 +92,7 @@ def test_what_is_accepted_is_what_was_offered(moments, direction, long_gap):
 
 
 def test_a_pull_that_nobody_disturbs_is_accepted():
-    for direction in ("read", "write", "rows"):
+    for direction in ("read", "write", "slots"):
         result, clumsy, wrong = pulled({}, direction)
         assert "error" not in result
         assert wrong == ""
@@ -101,7 +101,7 @@ def test_a_pull_that_nobody_disturbs_is_accepted():
 
 def test_every_single_block_reused_before_the_fence_is_noticed():
     """For each group and block, at the first copy: the error comes, and names the block."""
-    for direction, (group, i) in product(("read", "rows"), BLOCKS):
+    for direction, (group, i) in product(("read", "slots"), BLOCKS):
         result, clumsy, _ = pulled({0: [(group, i)]}, direction)
         assert result["kind"] == "fence", (group, i)
         name = LAYOUT.groups[group].group.name

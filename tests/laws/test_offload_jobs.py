@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from kvstow.blocks.pool import Pool
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
+from kvstow.offload.copies.mover import Limits, Mover
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.mover.mover import Limits, Mover
 from kvstow.testing.faulty import Fails, FaultyFiles
 from offloading import hybrid
 
@@ -22,7 +22,6 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("store"), st.integers(0, 1), NAMES),
         st.tuples(st.just("load"), st.integers(0, 1), NAMES),
-        st.tuples(st.just("prefetch"), st.integers(0, 1), NAMES),
         st.tuples(st.just("cancel"), st.integers(0, 30), st.none()),
         st.tuples(st.just("reap"), st.none(), st.none()),
         st.tuples(st.just("evict"), st.integers(0, 1), NAMES),
@@ -89,8 +88,6 @@ def _step(mover, pool, arena, host, files, jobs, owned, what, which, names):
                 jobs.append((call(which, *arguments), (what, names)))
             except StoreError:
                 pool.release(which, blocks)
-        case "prefetch":
-            jobs.append((mover.prefetch(which, [key(n) for n in names]), (what, names)))
         case "cancel":
             if which < len(jobs):
                 jobs[which][0].cancel()

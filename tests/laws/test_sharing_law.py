@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvstow.errors import LayoutError
 from kvstow.plan.group import grouped
-from kvstow.plan.layout import Layout, Placement
+from kvstow.plan.layout import Layout, moved
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Window
 from planning import attention, block_bytes, layouts
@@ -90,12 +90,10 @@ def test_the_static_checker_accepts_nothing_that_brute_force_refuses(layout, dat
     old = rows.placements[i]
     unit = rows.group.layers[i].unit
     step = st.integers(-8, 8).map(lambda n: n * unit)
-    new = Placement(
-        max(0, old.offset + data.draw(step)),
-        max(unit, old.block_stride + data.draw(step)),
-        old.head_stride,
-        old.token_stride,
-        tuple((max(0, start + data.draw(step)), *rest) for start, *rest in old.further),
+    stride = max(unit, old[0].block_stride + data.draw(step))
+    new = tuple(
+        replace(place, offset=max(0, place.offset + data.draw(step)), block_stride=stride)
+        for place in old
     )
     places = (*rows.placements[:i], new, *rows.placements[i + 1 :])
     changed = (*layout.groups[:g], replace(rows, placements=places), *layout.groups[g + 1 :])
@@ -124,7 +122,7 @@ def test_two_groups_in_step_within_a_slab_may_share_and_out_of_step_may_not():
     full, window = layout.groups
     assert window.rows_per_slab == 1
     place = window.placements[0]
-    half = replace(place, offset=place.offset + place.block_stride // 2)
+    half = moved(place, place[0].block_stride // 2, place[0].block_stride)
     with pytest.raises(LayoutError, match="overlap without sharing a slab"):
         replace(
             layout,

@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
-from kvstow.plan.pack import Site, packed, union
+from kvstow.plan.pack import Alignment, Site, packed, union
 from kvstow.plan.slab import slab_geometry
 from planning import layer_lists
 
@@ -25,7 +24,7 @@ def test_rows_fill_slabs_exactly_in_every_group(layers, order, alignment, num_sl
         layout = pack(grouped(layers), num_slabs=num_slabs, site=site)
         assert layout.nbytes == num_slabs * layout.slab_bytes
         for g, rows in enumerate(layout.groups):
-            strides = {place.block_stride for place in rows.placements}
+            strides = {part.block_stride for place in rows.placements for part in place}
             assert len(strides) == 1
             (stride,) = strides
             assert rows.rows_per_slab * stride == layout.slab_bytes

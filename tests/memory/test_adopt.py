@@ -19,7 +19,7 @@ from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.plan.view import Run
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
-from kvstow.route.route import route
+from kvstow.route.route import plan_route
 from planning import attention, recurrent
 
 AXES = ("block", "head", "token", "content")
@@ -305,7 +305,7 @@ def test_adopted_memory_moves_into_a_packed_arena_and_keeps_its_digest():
     mine = packed(groups, num_slabs=8)
     here, there = {0: Blocks.first([4, 1, 2])}, {0: Blocks.first([7, 3, 5])}
     with Arena.adopt(theirs, tensors, axes=axes) as engine, Arena(mine) as arena:
-        copy(engine, arena, route(theirs, mine).copies(here, there, 5)).wait()
+        copy(engine, arena, plan_route(theirs, mine).copies(here, there, 5)).wait()
         assert digest(engine, here, 5) == digest(arena, there, 5)
         assert torch.equal(arena.tensor("l.2")[7], tensors["l.2"][4].transpose(0, 1))
 

@@ -15,10 +15,9 @@ from kvstow.errors import ArenaError
 from kvstow.memory import allocate
 from kvstow.memory.allocate import HUGE_PAGE_BYTES
 from kvstow.memory.arena import Arena
-from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
-from kvstow.plan.pack import Site, packed
+from kvstow.plan.pack import Alignment, Site, packed
 from planning import attention
 
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from kvstow.errors import ArenaError, BlockError, SpecError
 from kvstow.memory.arena import Arena
-from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import Site, packed, separate
+from kvstow.plan.pack import Alignment, Site, packed, separate
 from kvstow.plan.retention import Full, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from planning import attention, block_bytes, layouts, recurrent
@@ -45,7 +44,7 @@ def test_two_blocks_of_two_heads_of_two_tokens_keep_their_axes(order):
     with Arena(layout) as arena:
         memory = arena.bytes.numpy().view(np.uint16)
         for layer in layout.layers:
-            _, _, place = layout.layers[layer]
+            _, _, (place,) = layout.layers[layer]
             for b, h, n, c in np.ndindex(2, 2, 2, 4):
                 arena.bytes.zero_()
                 arena.tensor(layer).view(torch.int16)[b, h, n, c] = 9
@@ -79,7 +78,7 @@ def test_making_a_view_allocates_no_memory():
     layout = packed(grouped([attention("l", heads=8, dim=128, tokens=16)]), num_slabs=256)
     with Arena(layout) as arena:
         before = resident()
-        views = [arena.tensor("l"), arena.field("l", "v"), arena.subdivided("l", 8)]
+        views = [arena.tensor("l"), arena.field("l", "v")]
         arrays = [arena.numpy("l"), np.from_dlpack(views[0].view(torch.int16))]
         assert resident() - before < arena.nbytes // 8
         assert len({v.data_ptr() for v in views if v.storage_offset() == 0}) == 1
@@ -146,24 +145,6 @@ def test_an_arena_counts_by_the_plan_and_not_by_the_storage_beneath_it():
             assert tensor.shape[0] == layout.num_slabs * layout.groups[group].rows_per_slab
             assert tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
             assert tensor.shape[1:3] == (spec.heads.size, spec.states)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
-def test_a_kernel_with_shorter_blocks_sees_the_same_elements(order, tokens):
-    layers = [attention(f"l.{i}", heads=2, dim=4, tokens=8) for i in range(2)]
-    layout = packed(grouped(layers), num_slabs=3, site=Site(order=order))
-    with Arena(layout) as arena:
-        whole = arena.tensor("l.1")
-        whole.copy_(torch.arange(whole.numel()).reshape(whole.shape).remainder(251))
-        cut = arena.subdivided("l.1", tokens)
-        pieces = 8 // tokens
-        for b, p, n in np.ndindex(3, pieces, tokens):
-            piece = cut[b * pieces + p] if cut.ndim == 4 else cut[b, p]
-            assert torch.equal(piece[:, n], whole[b, :, p * tokens + n])
-        assert cut.untyped_storage().data_ptr() == arena.bytes.untyped_storage().data_ptr()
-        with pytest.raises(SpecError):
-            arena.subdivided("l.1", 3)
 
 
 def test_views_come_out_as_numpy_and_through_dlpack_over_the_same_memory():

@@ -13,13 +13,12 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.copy import _copy_on_host, block_copies, choose_method, copy
 from kvstow.memory.cuda import GROWTH, OPENING, gather, rounds, warm_up, word_bytes
 from kvstow.memory.kernels import copy as kernels
-from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import Site, packed
+from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Window
 from kvstow.route.copies import Copies
-from kvstow.route.route import route
+from kvstow.route.route import plan_route
 from kvstow.testing.patterns import fill, pattern
 from planning import attention
 
@@ -353,11 +352,11 @@ def test_the_gather_kernel_is_compiled_for_words_and_for_no_number_of_copies():
     asked = getattr(kernel, "kwargs", None) or vars(
         kernel
     )  # as the interpreter, or a device has it
-    assert set(asked["do_not_specialize"]) == {"num_runs", "programs"}
+    assert set(asked["do_not_specialize"]) == {"num_runs", "num_units", "tiles"}
     layout = flat()
     arena = Arena(layout)
     with mock.patch.object(kernels, "copy_runs") as run:
-        warm_up(arena.bytes, route(layout, flat(order="BLNHC")))
+        warm_up(arena.bytes, plan_route(layout, flat(order="BLNHC")))
     words = {call.args[3] for call in run.call_args_list}
     assert words == {16}
     assert all(call.args[0] is arena.bytes for call in run.call_args_list)

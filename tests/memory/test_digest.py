@@ -19,7 +19,7 @@ from kvstow.memory.digest_keys import without
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Site, packed
-from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
+from kvstow.plan.retention import Chunk, Encoder, Full, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
 from planning import attention, section_numbers
@@ -56,11 +56,11 @@ def spelled_out(
     for group, held in blocks.items():
         for spec in layout.groups[group].group.layers:
             _, _, place = layout.layers[spec.name]
-            (low, high), (low2, high2) = counted_states(layout.groups[group].group, spec, last, 0)
+            low, high = counted_states(layout.groups[group].group, spec, last, 0)
             for block, logical in zip(held.ids.tolist(), held.index.tolist(), strict=True):
                 for n in range(spec.states):
                     state = logical * spec.states + n
-                    if not (low <= state < high or low2 <= state < high2):
+                    if not low <= state < high:
                         continue
                     if state % every != phase:
                         continue
@@ -72,7 +72,7 @@ def spelled_out(
                             offset, head_stride, token_stride = section_numbers(
                                 place, field.section
                             )
-                            cell = offset + block * place.block_stride
+                            cell = offset + block * place[0].block_stride
                             cell += h * head_stride + n * token_stride
                             start = cell + spec.field_offsets[field.name]
                             for i, (word, shift) in enumerate(words(spec, field, head)):
@@ -180,7 +180,7 @@ def kernel_digest(arena: Arena, blocks: dict[int, Blocks], num_tokens: int, **wh
     """What the Triton kernel makes of host memory, in its interpreter."""
     from kvstow.memory import digest as module
 
-    with patch.object(module, "_on_host", module.on_device):
+    with patch.object(module, "_on_host", module._on_device):
         return digest(arena, blocks, num_tokens, **which)
 
 
@@ -429,7 +429,6 @@ def test_swapped_blocks_layers_fields_heads_and_shifted_tokens_are_seen(order):
         (Window(9), 7, set(range(7))),
         (Chunk(4), 7, {4, 5, 6}),
         (Chunk(4), 8, set()),
-        (Sink(2, 3), 7, {0, 1, 5, 6}),
         (Encoder(5), 7, set(range(5))),
     ],
 )

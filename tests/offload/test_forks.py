@@ -1,9 +1,7 @@
 """A process that was forked after a store was opened is refused, and harms nothing."""
 
 import os
-import platform
 import threading
-import uuid
 import warnings
 
 import numpy as np
@@ -11,10 +9,9 @@ import pytest
 
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
+from kvstow.offload.copies.mover import Limits, Mover
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.host import shared
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.mover.mover import Limits, Mover
 from kvstow.offload.store import Store
 from offloading import hybrid
 from offloading import numbered_key as key
@@ -79,26 +76,6 @@ def test_a_disk_tier_is_refused_in_a_fork_and_stays_as_it_was(tmp_path):
     stored(with_rows, range(4, 8))
     assert loaded(with_rows, list(range(8))) == list(range(8))
     with_rows.close()
-
-
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs x86-64")
-def test_a_shared_host_tier_that_a_fork_closes_is_still_its_writers_alone():
-    name = f"kvstow-test-{uuid.uuid4().hex[:12]}"
-    tier = HostTier(hybrid(), capacity=MIB, shared=name)
-    stored(tier, range(4))
-    said = refused(
-        tier.close,
-        lambda: stored(tier, [9]),
-        lambda: loaded(tier, [0]),
-        lambda: tier.evict(0, [key(0)]),
-    )
-    assert said[0] == ""
-    assert all("forked" in each for each in said[1:])
-    other = HostTier(hybrid(), capacity=MIB, shared=name)
-    assert other.part != tier.part
-    other.close()
-    tier.close()
-    assert shared.remove(name) == 2
 
 
 @pytest.mark.parametrize("places", [{"host": MIB}, {"disk": "kv", "disk_bytes": MIB}])

@@ -1,7 +1,5 @@
-"""Stores of one layout, arenas of another: tp, pp, order, tokens per block, whole requests."""
+"""Stores of one layout, arenas of another: tp, pp, order, tokens per block."""
 
-import uuid
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -10,22 +8,16 @@ import pytest
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
-from kvstow.errors import RouteError, StoreError
+from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.disk.convert import convert
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.host.processes import shared_readers
-from kvstow.offload.host.shared import remove
-from kvstow.offload.host.tier import HostTier
-from kvstow.offload.keys import block_keys, links, wanted
-from kvstow.offload.mover.mover import Mover
-from kvstow.offload.request import load_request
+from kvstow.offload.keys import block_keys, links
 from kvstow.offload.store import Store
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import Extent
-from kvstow.route.blocks import Blocks
 from offloading import IDENTITY, hybrid, layer
 
 MIB = 1 << 20
@@ -39,7 +31,7 @@ def layout_of(tp=(0, 1), *, order="BLHNC", block_tokens=4, num_slabs=24):
     layers = [
         *(layer(f"l.{i}", Full(), block_tokens=block_tokens, heads=heads) for i in (0, 2, 4)),
         *(layer(f"l.{i}", Window(8), block_tokens=block_tokens, heads=heads) for i in (1, 3)),
-        layer("l.5", State(checkpoints=2), block_tokens=block_tokens),
+        layer("l.5", State(), block_tokens=block_tokens),
     ]
     site = Site(model="m", order=order, tp=tp)
     return packed(grouped(layers), num_slabs=num_slabs, site=site).identified(IDENTITY)
@@ -95,108 +87,21 @@ def saved(path, layout):
     return DiskTier(path)
 
 
-def loaded(tiers, layout, num_tokens=TOKENS):
-    """The prompt's blocks in a fresh arena of a layout, checked value by value."""
+def check_store(path, layout):
+    """Every row of the prompt comes out of a store into an arena of a layout, value by value."""
     arena = Arena(layout)
-    arena.bytes.fill_(0xAB)
-    keyed = wanted(IDENTITY, PROMPT, tiers[0].layout, num_tokens)
-    blocks, start = {}, 1
-    for g, rows in enumerate(layout.groups):
-        group = rows.group
-        if isinstance(group.retention, State):
-            index = np.array([0])
-        else:
-            last = -(-num_tokens // group.block_tokens)
-            seen = 0 if isinstance(group.retention, Full) else num_tokens - 8
-            first = max(0, seen) // group.block_tokens
-            index = np.arange(first, last)
-        ids = np.arange(len(index)) + rows.rows_per_slab * start
-        start += -(-len(index) // rows.rows_per_slab)
-        blocks[g] = Blocks(ids, index)
-    assert load_request(tiers, keyed, arena, blocks, num_tokens)
-    for g, rows in enumerate(layout.groups):
-        recurrent = isinstance(rows.group.retention, State)
-        index = blocks[g].index
-        first = [num_tokens] if recurrent else tokens_of(rows.group, index)
-        if not recurrent and isinstance(rows.group.retention, Window):
-            keep = [f >= num_tokens - 8 for f in first]
-            check(arena, g, blocks[g].ids[keep], [f for f, k in zip(first, keep, strict=True) if k])
-        else:
-            check(arena, g, blocks[g].ids, first)
+    with Store.open(path, layout) as store:
+        for g, rows in enumerate(layout.groups):
+            keys = block_keys(IDENTITY, PROMPT, rows.group.block_tokens)
+            ids = np.arange(len(keys)) + rows.rows_per_slab
+            assert store.load_rows(arena, g, keys, ids).all()
+            check(arena, g, ids, tokens_of(rows.group, range(len(keys))))
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "BLNHC", "BHLNC"])
-def test_a_request_comes_into_another_order(tmp_path, order):
-    tier = saved(tmp_path, layout_of())
-    loaded([tier], layout_of(order=order))
-    tier.close()
-
-
-@pytest.mark.parametrize("block_tokens", [2, 8, 12])
-def test_a_request_comes_into_other_block_sizes(tmp_path, block_tokens):
-    tier = saved(tmp_path, layout_of())
-    loaded([tier], layout_of(block_tokens=block_tokens))
-    tier.close()
-
-
-def test_two_ranks_stores_fill_one_arena_and_one_store_fills_two(tmp_path):
-    halves = [saved(tmp_path / str(r), layout_of(tp=(r, 2))) for r in range(2)]
-    loaded(halves, layout_of())
-    loaded(halves, layout_of(block_tokens=8, order="BHLNC"))
-    whole = saved(tmp_path / "whole", layout_of())
-    for r in range(2):
-        loaded([whole], layout_of(tp=(r, 2)))
-    for tier in (*halves, whole):
-        tier.close()
-
-
-def shelved(name, layout):
-    """A shared host tier with every block of the prompt, which its process has left."""
-    arena = Arena(layout)
-    host = HostTier(layout, capacity=MIB, shared=name)
-    with closing(host), closing(Mover(arena, host)) as mover:
-        for g, rows in enumerate(layout.groups):
-            keys = block_keys(IDENTITY, PROMPT, rows.group.block_tokens)
-            ids = np.arange(len(keys)) + rows.rows_per_slab * (1 + 4 * g)
-            fill(arena, g, ids, tokens_of(rows.group, range(len(keys))))
-            assert mover.store(g, ids, keys).result(20).all()
-
-
-def test_shared_host_tiers_of_two_ranks_fill_one_arena_and_one_fills_two():
-    for sources, targets in (([(0, 2), (1, 2)], [(0, 1)]), ([(0, 1)], [(0, 2), (1, 2)])):
-        name = f"kvstow-test-{uuid.uuid4().hex[:12]}"
-        try:
-            for tp in sources:
-                shelved(name, layout_of(tp=tp))
-            parts = shared_readers(name)
-            assert sorted(part.layout.tp for part in parts) == sources
-            for tp in targets:
-                loaded(parts, layout_of(tp=tp))
-                loaded(parts, layout_of(tp=tp, order="LBHNC"))
-            for part in parts:
-                part.close()
-        finally:
-            assert remove(name) == len(sources)
-
-
-def test_one_ranks_store_alone_is_refused_for_the_whole(tmp_path):
-    tier = saved(tmp_path, layout_of(tp=(0, 2)))
-    with pytest.raises(RouteError, match="no source holds"):
-        loaded([tier], layout_of())
-    tier.close()
-
-
-def test_a_request_with_a_missing_row_is_a_miss_and_writes_nothing(tmp_path):
-    tier = saved(tmp_path, layout_of())
-    keyed = wanted(IDENTITY, PROMPT, tier.layout, TOKENS)
-    tier.evict(0, keyed[0].keys[2:3])
-    layout = layout_of(order="BLNHC")
-    arena = Arena(layout)
-    before = arena.bytes.numpy().copy()
-    blocks = {g: Blocks.first([rows.rows_per_slab]) for g, rows in enumerate(layout.groups)}
-    assert not load_request([tier], keyed, arena, blocks, TOKENS)
-    assert (arena.bytes.numpy() == before).all()
-    tier.close()
+def test_rows_come_into_another_order(tmp_path, order):
+    saved(tmp_path, layout_of()).close()
+    check_store(tmp_path, layout_of(order=order))
 
 
 # ── conversion ────────────────────────────────────────────────────────────────────────
@@ -214,25 +119,22 @@ def test_a_converted_store_serves_arenas_of_the_new_layout_directly(tmp_path, ta
     done = convert([old], new)
     assert done.incomplete == 0
     assert done.written == new.usage.rows
-    arena = Arena(layout)
     new.close()
-    with Store.open(tmp_path / "new", layout) as store:
-        for g, rows in enumerate(layout.groups):
-            keys = block_keys(IDENTITY, PROMPT, rows.group.block_tokens)
-            ids = np.arange(len(keys)) + rows.rows_per_slab
-            assert store.load_rows(arena, g, keys, ids).all()
-            check(arena, g, ids, tokens_of(rows.group, range(len(keys))))
+    check_store(tmp_path / "new", layout)
     old.close()
 
 
 def test_two_ranks_stores_are_converted_into_one(tmp_path):
     halves = [saved(tmp_path / str(r), layout_of(tp=(r, 2))) for r in range(2)]
     new = DiskTier(tmp_path / "new", layout_of(), capacity=4 * MIB)
-    halves[1].evict(0, block_keys(IDENTITY, PROMPT, 4)[1:2])
-    done = convert(halves, new)
-    assert done.incomplete == 1
-    assert not new.contains(0, block_keys(IDENTITY, PROMPT, 4)[1:2]).any()
-    loaded([new], layout_of(tp=(0, 2)), num_tokens=4)
+    assert convert(halves, new).incomplete == 0
+    new.close()
+    check_store(tmp_path / "new", layout_of())
+    lost = block_keys(IDENTITY, PROMPT, 4)[1:2]
+    halves[1].evict(0, lost)
+    new = DiskTier(tmp_path / "newer", layout_of(), capacity=4 * MIB)
+    assert convert(halves, new).incomplete == 1
+    assert not new.contains(0, lost).any()
     for tier in (*halves, new):
         tier.close()
 
@@ -296,7 +198,6 @@ def test_smaller_blocks_cannot_be_converted_to(tmp_path):
     ):
         convert([old], new)
     assert new.usage.rows == 0
-    loaded([old], layout_of(block_tokens=2))  # what the hint says
     old.close()
     new.close()
 

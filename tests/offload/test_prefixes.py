@@ -7,8 +7,7 @@ import numpy as np
 from kvstow.blocks.prompt import Prompt
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.keys import block_keys, links
-from kvstow.offload.prefixes import longest_prefix
+from kvstow.offload.keys import PromptRows, block_keys, links
 from kvstow.offload.tier import Tier, held_by_any
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import Site, packed
@@ -22,9 +21,8 @@ PROMPT = Prompt.of(np.arange(100, 100 + TOKENS), salt=b"tenant")
 
 def stored(prompt: Prompt, tiers: list[Tier]) -> int:
     """How many of a prompt's tokens are found, all but the last one, which is computed anyway."""
-    present = partial(held_by_any, tiers)
-    most = len(prompt) - 1
-    return longest_prefix(tiers[0].layout, IDENTITY, prompt, present, most, None)
+    rows = PromptRows(tiers[0].layout, IDENTITY, prompt)
+    return rows.longest(len(prompt) - 1, partial(held_by_any, tiers))
 
 
 def three_kinds():
@@ -32,7 +30,7 @@ def three_kinds():
     layers = [
         *(layer(f"l.{i}", Full()) for i in (0, 2, 4)),
         *(layer(f"l.{i}", Window(8)) for i in (1, 3)),
-        layer("l.5", State(checkpoints=2)),
+        layer("l.5", State()),
     ]
     layout = packed(grouped(layers), num_slabs=24, site=Site(model="m"))
     return layout.identified(IDENTITY)

@@ -18,16 +18,14 @@ from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError, StoreError
 from kvstow.memory.arena import Arena
+from kvstow.offload.copies import mover
 from kvstow.offload.disk.format import ChainLink
-from kvstow.offload.disk.inspect import survey
-from kvstow.offload.mover import mover
-from kvstow.offload.staging import RowStage
 from kvstow.offload.store import Store
-from kvstow.plan.deployment import plan_model
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, State, Window
-from offloading import IDENTITY, layer, row_bytes
+from kvstow.plan.sizing.plan import plan_model
+from offloading import IDENTITY, layer, row_bytes, row_files
 
 MIB = 1 << 20
 
@@ -37,7 +35,7 @@ def layout_of(order="BLHNC", *, identity=IDENTITY, model="m", tp=(0, 1)):
     layers = [
         layer("l.0", Full()),
         layer("l.1", Window(8)),
-        layer("l.2", State(checkpoints=2)),
+        layer("l.2", State()),
     ]
     layout = packed(grouped(layers), num_slabs=40, site=Site(model=model, order=order, tp=tp))
     return layout if identity is None else layout.identified(identity)
@@ -165,7 +163,7 @@ def test_a_row_that_is_gone_costs_the_prefix_not_more(make):
     arena, blocks = computed(layout, 16)
     store = make("disk")
     store.save(arena, blocks, prompt)
-    data = sorted(store.disk.path.glob("segment-*.kv"))[0]
+    data = row_files(store.disk.path)[0]
     damaged = bytearray(data.read_bytes())
     damaged[4096] ^= 1
     data.write_bytes(damaged)
@@ -263,7 +261,7 @@ def test_keys_that_are_no_bytes_and_too_few_links_are_refused(make, kind):
 
 def test_a_policy_or_journal_that_there_is_not_is_refused_at_once(make, tmp_path):
     """It was found out when the store was full, as an AttributeError."""
-    with pytest.raises(StoreError, match=r"no eviction policy 'LRU'\n\nhint: one of lru, arc"):
+    with pytest.raises(StoreError, match=r"no eviction policy 'LRU'\n\nhint: one of lru, s3fifo"):
         make("disk", policy="LRU").bind(layout_of())
     with pytest.raises(StoreError, match="journal='all' is none of digests, tokens, off"):
         make("disk", journal="all")
@@ -274,21 +272,6 @@ def test_ranks_have_folders_of_their_own(make, tmp_path):
         make("disk").bind(layout_of(tp=(rank, 2))).close()
     names = {path.name for path in (tmp_path / "kv").iterdir()}
     assert names == {"tp0of2-pp0of1", "tp1of2-pp0of1"}
-
-
-def test_checkpoints_are_saved_with_the_blocks_that_they_end(make):
-    layout = layout_of()
-    arena, ledger = Arena(layout), Ledger(Pool(layout))
-    prompt = Prompt.of(np.arange(12))
-    request = ledger.admit(prompt).request
-    store = make("disk")
-    kept = ledger.checkpoints(request)
-    store.save(arena, ledger.blocks(request), prompt, checkpoints=kept)
-    state = next(g for g, rows in enumerate(layout.groups) if rows.group.name.startswith("state"))
-    ends = {(int(k) + 1) * 4 for k in kept[state].index} | {12}
-    longer = Prompt.of([*range(12), 99])
-    assert store.stored_tokens(longer) == max(ends)
-    store.close()
 
 
 def test_a_prefix_saved_here_is_loaded_by_another_process_in_ten_lines(tmp_path):
@@ -339,12 +322,15 @@ def test_a_prefix_saved_here_is_loaded_by_another_process_in_ten_lines(tmp_path)
 
 
 def test_threads_that_save_blocks_of_one_arena_never_store_each_others_bytes(make, monkeypatch):
-    """Rows of another order go through a stage, which is one piece of memory."""
-    monkeypatch.setattr(
-        RowStage,
-        "fetch",
-        lambda self, ids, fetch=RowStage.fetch: (fetch(self, ids), sleep(0.002))[0],
-    )
+    """Without a host tier rows go through a window, which is one piece of memory."""
+
+    def slow(*arguments, **options):
+        under_way = true_copy(*arguments, **options)
+        sleep(0.002)
+        return under_way
+
+    true_copy = mover.copy
+    monkeypatch.setattr(mover, "copy", slow)
     layers = [layer("l.0", Full()), layer("l.1", Full())]
     site = Site(model="m", order="LBHNC")
     layout = packed(grouped(layers), num_slabs=40, site=site).identified(IDENTITY)
@@ -369,22 +355,6 @@ def test_threads_that_save_blocks_of_one_arena_never_store_each_others_bytes(mak
             assert store.load(other, prompt, into=there) == 18
             saved = rows_of(arena, held[worker], 18)
             assert rows_of(other, there, 18) == saved
-
-
-def test_top_is_told_of_host_memory_beside_the_disk(tmp_path):
-    layout = layout_of()
-    arena, blocks = computed(layout, 24)
-    store = Store(host="1MiB", disk=tmp_path / "kv", disk_bytes="8MiB").bind(layout)
-    store.save(arena, blocks, Prompt.of(range(24)))
-    assert store.flush()
-    store.disk.beat()
-    (owner,) = survey(tmp_path / "kv")["owners"]
-    told = {tier["tier"]: tier["rows"] for tier in owner["tiers"]}
-    assert told == {"host": store.host.usage.rows, "disk": store.disk.usage.rows}
-    assert told["host"] > 0
-    store.host.close()
-    store.disk.beat()  # when they are closed, the disk is the last
-    store.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -503,7 +473,7 @@ def test_a_store_lets_go_of_arenas_that_are_closed(make):
             arena.close()
             assert store.flush()
         names = [thread.name for thread in threading.enumerate()]
-        assert sum(name.startswith("kvstow-mover-in") for name in names) <= 4
+        assert sum(name.startswith("kvstow-mover-load") for name in names) <= 4
         arena, blocks = computed(layout, 18, seed=99)
         for n in range(6):  # what came from them has reached the disk
             assert store.stored_tokens(Prompt.of(np.arange(n, n + 18))) == 18

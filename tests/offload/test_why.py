@@ -5,17 +5,20 @@ import logging
 import os
 import sqlite3
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from checkpoints import checkpoint
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.memory.arena import Arena
 from kvstow.offload.journal import FILE, Journal
 from kvstow.offload.store import JournalKind, Store
+from kvstow.offload.why import compared_identity
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
 from kvstow.plan.pack import packed
@@ -216,15 +219,6 @@ def test_the_oldest_prompts_are_forgotten(tmp_path: Path):
     assert len(rows(tmp_path, "id")) == 5
 
 
-def test_identities_are_forgotten_with_their_prompts(tmp_path: Path):
-    journal = Journal(tmp_path, most_prompts=5)
-    for seed in range(12):
-        tenant = IDENTITY.for_request(salt=f"tenant {seed}")
-        journal.note(Prompt.of(np.random.default_rng(seed).integers(0, 9, 8)), tenant, 4)
-    with sqlite3.connect(tmp_path / FILE) as connection:
-        assert connection.execute("SELECT COUNT(*) FROM identities").fetchone() == (5,)
-
-
 def test_a_journal_that_could_not_make_its_secret_makes_it_before_it_notes_anything(
     tmp_path: Path,
 ):
@@ -251,3 +245,29 @@ def test_a_journal_that_cannot_be_written_harms_no_store(
         saved(store, TOKENS)
         assert store.stored_tokens(Prompt.of(TOKENS)) == 22
     assert caplog.text.count("stored prompts are not noted") == 1
+
+
+def test_a_model_in_memory_and_a_checkpoint_are_compared_as_far_as_they_can_be(tmp_path: Path):
+    tensors = [("w", "f32 [2]", b"12345678")]
+    config = {"rope_theta": 10000.0, "hidden_size": 64, "only_in_memory": True}
+    stored = Identity.of_tensors("m", config, tensors)
+    files = Identity.of(checkpoint(tmp_path, config={"rope_theta": 10000, "hidden_size": 64}))
+    same, note = compared_identity(stored, files)
+    assert same == stored
+    assert note.startswith("a model in memory filled this store: its weights, code and tokenizer")
+    assert "2 fields of the configuration were compared" in note
+    other = Identity.of(checkpoint(tmp_path, config={"rope_theta": 5e5, "hidden_size": 64}))
+    (difference,) = stored.differences(compared_identity(stored, other)[0])
+    assert difference.startswith("config rope_theta is '10000.0' in the source, '500000.0'")
+    unverified = Identity.unverified("both run the same image", model="m")
+    assert compared_identity(unverified, files)[0] == unverified
+    assert "(both run the same image)" in compared_identity(unverified, files)[1]
+
+
+def test_checkpoints_are_compared_wholly_but_for_how_an_engine_runs_them(tmp_path: Path):
+    files = Identity.of(checkpoint(tmp_path))
+    run = (("run.dtype", '"float32"'),)
+    stored = replace(files, config=tuple(sorted((*files.config, *run))))
+    assert compared_identity(stored, files) == (stored, "")
+    other = Identity.of(checkpoint(tmp_path, seed=2))
+    assert compared_identity(stored, other)[0].weights == other.weights

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +10,7 @@ from kvstow.plan.group import (
     scaled,
     split,
 )
-from kvstow.plan.pack import packed
-from kvstow.plan.retention import State, Window
+from kvstow.plan.retention import Window
 from planning import attention, recurrent
 
 
@@ -41,12 +38,6 @@ def test_one_group_per_retention_and_block_tokens_lasting_ones_first():
     ]
     names = [group.name for group in grouped(layers)]
     assert names == ["full", "window4.8", "window4.2", "state"]
-
-
-def test_summaries_with_and_without_checkpoints_are_groups_of_two_names():
-    bare, kept = recurrent("r"), replace(recurrent("s"), retention=State(2))
-    assert [group.name for group in grouped([bare, kept])] == ["state2", "state"]
-    assert packed(grouped([bare, kept]), num_slabs=4).group_index("state2") == 0
 
 
 def test_a_layer_twice_or_none_at_all_is_refused():

@@ -6,6 +6,7 @@ import pytest
 
 from kvstow.errors import BlockError, LayoutError, SpecError
 from kvstow.plan.group import grouped
+from kvstow.plan.layout import Placement
 from kvstow.plan.pack import Site, packed
 from planning import attention
 
@@ -37,7 +38,7 @@ def test_numbers_that_contradict_each_other_are_refused(change, words):
 
 def test_layers_and_groups_are_found_by_name():
     assert LAYOUT.group_index("full") == 0
-    assert LAYOUT.view("b").offset == LAYOUT.layers["b"][2].offset
+    assert LAYOUT.view("b").offset == LAYOUT.layers["b"][2][0].offset
     with pytest.raises(SpecError, match=r"no layer 'c' .*\n\nhint: .*'a'"):
         LAYOUT.view("c")
     with pytest.raises(SpecError, match="no group 'window'"):
@@ -76,15 +77,29 @@ def test_sections_that_overlap_or_are_not_placed_break_a_law():
     layer = attention("l.0", heads=2, dim=4, tokens=3, value_section=1)
     layout = packed(grouped([layer]), num_slabs=3)
     (rows,) = layout.groups
-    (place,) = rows.placements
-    assert place.further == ((48, 24, 8),)
-    for further, words in (
-        (((40, 24, 8),), "overlap in block 0"),
+    (page,) = rows.placements
+    assert page == (Placement(0, 128, 24, 8), Placement(48, 128, 24, 8))
+    for second, words in (
+        ((40, 128, 24, 8), "overlap in block 0"),
         ((), "its pages have 2 sections, 1 are placed"),
-        (((47, 24, 8),), "section 1: offset 47 is not a multiple of 2"),
-        (((48, 24, 4),), "section 1: token stride 4 is not the 8 bytes of a cell"),
-        (((1000, 24, 8),), "overlaps itself|are not inside the arena"),
+        ((47, 128, 24, 8), "section 1: offset 47 is not a multiple of 2"),
+        ((48, 128, 24, 4), "section 1: token stride 4 is not the 8 bytes of a cell"),
+        ((1000, 128, 24, 8), "overlaps itself|are not inside the arena"),
+        ((48, 64, 24, 8), "section 1: block stride 64"),
     ):
-        moved = replace(rows, placements=(replace(place, further=further),))
+        pages = ((page[0], *([Placement(*second)] if second else [])),)
+        moved = replace(rows, placements=pages)
         with pytest.raises(LayoutError, match=words):
             replace(layout, groups=(moved,))
+
+
+def test_pages_of_one_geometry_are_one_set_section_by_section():
+    alike = [attention(f"l.{i}", heads=2, dim=4, tokens=3, value_section=1) for i in range(2)]
+    layout = packed(grouped([*alike, attention("l.2", heads=1, tokens=3)]), num_slabs=3)
+    (sets,) = layout.page_sets
+    assert [each.layers for each in sets] == [("l.0", "l.1"), ("l.0", "l.1"), ("l.2",)]
+    for section, each in enumerate(sets[:2]):
+        offsets = [layout.view(name, section).offset for name in each.layers]
+        assert each.offsets.tolist() == offsets
+        assert each.place == layout.layers["l.0"][2][section]
+        assert each.spec.fields == layout.layers["l.0"][1].sections[section].fields

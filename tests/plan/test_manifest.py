@@ -1,8 +1,10 @@
 """The reader takes what the writer wrote, and turns everything else away by name."""
 
 import json
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,6 +22,7 @@ from planning import attention, block_bytes, layouts
 
 REAL = packed(grouped(model_layers("gpt-oss-20b").layers), budget=1 << 30)
 DOCUMENT = json.loads(encode(REAL))
+GROUPS = DOCUMENT["layout"]["groups"]
 KINDS = {
     "syntax",
     "version",
@@ -56,14 +59,17 @@ def accepted(data: bytes) -> Layout | None:
 
 
 def changed(path: str, value: object) -> dict:
-    """The real document with one value replaced, by a dotted path."""
+    """The real document with one value of its layout replaced, by a dotted path."""
     document = json.loads(json.dumps(DOCUMENT))
+    put(document["layout"], path, value)
+    return document
+
+
+def put(node: Any, path: str, value: object) -> None:
     *parents, last = path.split(".")
-    node = document
     for key in parents:
         node = node[int(key)] if key.isdecimal() else node[key]
     node[int(last) if last.isdecimal() else last] = value
-    return document
 
 
 @given(layouts())
@@ -90,7 +96,7 @@ def test_numbers_are_integers_only():
             return [n for v in node.values() for n in numbers(v)]
         if isinstance(node, list):
             return [n for v in node for n in numbers(v)]
-        return [] if isinstance(node, str) else [node]
+        return [] if isinstance(node, str | None) else [node]
 
     assert {type(n) for n in numbers(DOCUMENT)} == {int}
 
@@ -105,7 +111,11 @@ def test_numbers_are_integers_only():
         (b"[]", "shape"),
         (b"null", "shape"),
         (b'{"kvstow":1,"kvstow":1}', "duplicate"),
-        (b'{"kvstow":4}', "version"),
+        (b'{"kvstow":2}', "version"),
+        (b'{"kvstow":1,"layout":{},"more":1}', "shape"),
+        (b'{"kvstow":1,"layout":{"groups":[]}}', "shape"),
+        (b'{"layout":{}}', "shape"),
+        (b'"\\ud800"', "syntax"),
         (b'{"kvstow":true}', "shape"),
         (b'{"kvstow":"1"}', "shape"),
         (b'{"kvstow":1}', "shape"),
@@ -142,29 +152,33 @@ def test_what_is_no_manifest_has_its_own_error(document, kind):
         ("base_align", 0, "slab"),
         ("base_align", 1, "alignment"),
         ("groups", [], "coverage"),
-        ("groups.0.layers", [], "spec"),
+        ("groups.0.group.layers", [], "spec"),
         ("groups.0.rows_per_slab", 0, "slab"),
         ("groups.0.rows_per_slab", 1 << 40, "bounds"),
-        ("groups.0.retention", {"kind": "forever"}, "shape"),
-        ("groups.0.retention.tokens", 7, "shape"),
-        ("groups.0.block_tokens", 0, "spec"),
-        ("groups.0.block_tokens", 17, "spec"),
-        ("groups.0.name", "window128", "coverage"),
-        ("groups.0.layers.0.states", 32, "spec"),
-        ("groups.0.layers.0.place.0", 1, "alignment"),
-        ("groups.0.layers.0.place.1", 0, "order"),
-        ("groups.0.layers.0.place.3", 2, "order"),
-        ("groups.0.layers.0.align", 0, "spec"),
-        ("groups.0.layers.0.align", 7, "alignment"),
-        ("groups.0.layers.0.heads.pieces", [[0, 9]], "spec"),
-        ("groups.0.layers.0.heads.pieces", [[3, 3]], "spec"),
-        ("groups.0.layers.0.heads.pieces", [], "spec"),
-        ("groups.0.layers.0.fields", [], "spec"),
-        ("groups.0.layers.0.fields.0.dtype", "float12", "shape"),
-        ("groups.0.layers.0.fields.0.axes", [], "spec"),
-        ("groups.0.layers.0.fields.0.name", "v", "spec"),
-        ("groups.0.layers.1.name", DOCUMENT["groups"][0]["layers"][0]["name"], "coverage"),
-        ("groups.0.layers.1.place", DOCUMENT["groups"][0]["layers"][0]["place"], "sharing"),
+        ("groups.0.group.layers.0.retention", {"kind": "forever"}, "shape"),
+        ("groups.0.group.layers.0.retention.tokens", 7, "shape"),
+        ("groups.1.group.layers.0.retention.tokens", 7, "spec"),
+        ("groups.1.group.layers.0.retention.kind", "chunk", "spec"),
+        ("groups.0.group.layers.0.block_tokens", 0, "spec"),
+        ("groups.0.group.layers.0.block_tokens", 17, "spec"),
+        ("groups.0.group.name", "window128", "coverage"),
+        ("groups.0.group.layers.0.states", 32, "spec"),
+        ("groups.0.placements.0.0.offset", 1, "alignment"),
+        ("groups.0.placements.0.0.block_stride", 0, "order"),
+        ("groups.0.placements.0.0.token_stride", 2, "order"),
+        ("groups.0.placements.0", [], "coverage"),
+        ("groups.0.placements", [], "coverage"),
+        ("groups.0.group.layers.0.align", 0, "spec"),
+        ("groups.0.group.layers.0.align", 7, "alignment"),
+        ("groups.0.group.layers.0.heads.pieces", [[0, 9]], "spec"),
+        ("groups.0.group.layers.0.heads.pieces", [[3, 3]], "spec"),
+        ("groups.0.group.layers.0.heads.pieces", [], "spec"),
+        ("groups.0.group.layers.0.fields", [], "spec"),
+        ("groups.0.group.layers.0.fields.0.dtype", "float12", "shape"),
+        ("groups.0.group.layers.0.fields.0.axes", [], "spec"),
+        ("groups.0.group.layers.0.fields.0.name", "v", "spec"),
+        ("groups.0.group.layers.1.name", GROUPS[0]["group"]["layers"][0]["name"], "coverage"),
+        ("groups.0.placements.1", GROUPS[0]["placements"][0], "sharing"),
     ],
 )
 def test_one_wrong_value_has_its_own_error(path, value, kind):
@@ -172,17 +186,19 @@ def test_one_wrong_value_has_its_own_error(path, value, kind):
 
 
 def test_an_absurd_number_of_layers_is_refused_by_size():
-    layer = DOCUMENT["groups"][0]["layers"][0]
-    assert refused(changed("groups.0.layers", [layer] * 5000)).kind == "size"
+    layer = GROUPS[0]["group"]["layers"][0]
+    assert refused(changed("groups.0.group.layers", [layer] * 5000)).kind == "size"
 
 
 def test_an_absurd_number_of_heads_is_refused_before_anything_is_counted_out():
     document = changed(
-        "groups.0.layers.0.heads", {"name": "head", "total": 1 << 60, "pieces": [[0, 1 << 60]]}
+        "groups.0.group.layers.0.heads",
+        {"name": "head", "total": 1 << 60, "pieces": [[0, 1 << 60]]},
     )
     assert refused(document).kind in {"spec", "order", "alignment", "bounds", "sharing"}
 
 
+NUMBERS = ("0.offset", "0.block_stride", "0.head_stride", "0.token_stride")
 PATHS = st.sampled_from(
     [
         "nbytes",
@@ -190,13 +206,13 @@ PATHS = st.sampled_from(
         "base_align",
         "groups.0.rows_per_slab",
         "groups.1.rows_per_slab",
-        "groups.0.block_tokens",
-        "groups.1.retention.tokens",
-        *(f"groups.{g}.layers.{i}.place.{n}" for g in (0, 1) for i in (0, 5) for n in range(4)),
-        *(f"groups.{g}.layers.{i}.states" for g in (0, 1) for i in (0, 5)),
-        *(f"groups.{g}.layers.{i}.heads.pieces.0.1" for g in (0, 1) for i in (0, 5)),
-        "groups.0.layers.3.fields.0.axes.0.pieces.0.1",
-        "groups.0.layers.3.align",
+        "groups.0.group.layers.0.block_tokens",
+        "groups.1.group.layers.0.retention.tokens",
+        *(f"groups.{g}.placements.{i}.{n}" for g in (0, 1) for i in (0, 5) for n in NUMBERS),
+        *(f"groups.{g}.group.layers.{i}.states" for g in (0, 1) for i in (0, 5)),
+        *(f"groups.{g}.group.layers.{i}.heads.pieces.0.1" for g in (0, 1) for i in (0, 5)),
+        "groups.0.group.layers.3.fields.0.axes.0.pieces.0.1",
+        "groups.0.group.layers.3.align",
     ]
 )
 VALUES = st.one_of(
@@ -219,11 +235,7 @@ TINY = json.loads(
 def test_a_mutated_real_manifest_is_refused_or_keeps_the_laws(changes):
     document = json.loads(json.dumps(DOCUMENT))
     for path, value in changes:
-        *parents, last = path.split(".")
-        node = document
-        for key in parents:
-            node = node[int(key)] if key.isdecimal() else node[key]
-        node[int(last) if last.isdecimal() else last] = value
+        put(document["layout"], path, value)
     layout = accepted(json.dumps(document).encode())
     assert layout is None or not layout.violations()
 
@@ -231,9 +243,11 @@ def test_a_mutated_real_manifest_is_refused_or_keeps_the_laws(changes):
 @given(st.data())
 def test_a_mutated_small_manifest_that_is_accepted_has_one_owner_per_byte(data):
     document = json.loads(json.dumps(TINY))
-    layer = document["groups"][data.draw(st.integers(0, 1))]["layers"][0]
-    layer["place"][data.draw(st.integers(0, 3))] = 4 * data.draw(st.integers(0, 80))
-    document["num_slabs"] = data.draw(st.integers(1, 3))
+    path = (
+        f"groups.{data.draw(st.integers(0, 1))}.placements.0.{data.draw(st.sampled_from(NUMBERS))}"
+    )
+    put(document["layout"], path, 4 * data.draw(st.integers(0, 80)))
+    document["layout"]["num_slabs"] = data.draw(st.integers(1, 3))
     layout = accepted(json.dumps(document).encode())
     if layout is None:
         return
@@ -268,23 +282,37 @@ def test_the_worked_example_of_the_reference_is_true():
     assert fingerprint(layout) in text
 
 
-def test_pages_of_several_sections_are_written_as_version_3_with_or_without_identity():
-    layer = attention("l.0", value_section=1)
+@pytest.mark.parametrize("value_section", [0, 1])
+def test_every_section_is_written_with_or_without_identity(value_section):
+    layer = attention("l.0", value_section=value_section)
     layout = packed(grouped([layer]), num_slabs=3)
     known = layout.identified(Identity(model="m", weights="01" * 16))
     for each in (layout, known):
-        document = json.loads(encode(each))
-        assert document["kvstow"] == 3
-        (written,) = document["groups"][0]["layers"]
-        assert [field.get("section", 0) for field in written["fields"]] == [0, 1]
-        assert written["further"] == [[16, 8, 4]]
+        (rows,) = json.loads(encode(each))["layout"]["groups"]
+        (written,), (place,) = rows["group"]["layers"], rows["placements"]
+        assert [field["section"] for field in written["fields"]] == [0, value_section]
+        assert [section["offset"] for section in place] == [0, 16][: 1 + value_section]
         assert decode(encode(each)) == each
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
-def test_a_version_and_its_sections_must_agree(version):
-    sections = version < 3
-    layer = attention("l.0", value_section=int(sections))
-    document = json.loads(encode(packed(grouped([layer]), num_slabs=3)))
-    document["kvstow"] = version
-    assert refused(json.dumps(document).encode()).kind == "shape"
+def test_unknown_and_missing_keys_are_refused_wherever_they_are():
+    def objects(node: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(node, dict):
+            yield node
+        for each in node.values() if isinstance(node, dict) else node:
+            if isinstance(each, dict | list):
+                yield from objects(each)
+
+    known = packed(grouped([attention("l.0")]), num_slabs=3).identified(
+        Identity(model="m", weights="01" * 16, config=(("a", "1"),))
+    )
+    document = json.loads(encode(known))
+    for node in objects(document):
+        node["surprise"] = 1
+        assert refused(document).kind == "shape"
+        del node["surprise"]
+        for key in tuple(node):
+            value = node.pop(key)
+            assert refused(document).kind == "shape", key
+            node[key] = value
+    assert decode(json.dumps(document).encode()) == known

@@ -1,5 +1,8 @@
 """What the next token sees, against the definitions of the kinds, position by position."""
 
+from math import lcm
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +13,7 @@ from kvstow.plan.retention import (
     Chunk,
     Encoder,
     Full,
-    Sink,
+    Retention,
     State,
     Window,
     can_hit,
@@ -20,20 +23,18 @@ from kvstow.plan.retention import (
     forgets,
     in_words,
     lasting_first,
+    longest_prefix,
+    prefix_lengths,
     rows_bound,
     rows_needed,
     seen_blocks,
-    seen_tokens,
     short_name,
-    sink_blocks,
 )
 
 SMALL = st.integers(1, 9)
-FORGETTING = st.one_of(
-    st.builds(Window, SMALL), st.builds(Chunk, SMALL), st.builds(Sink, SMALL, SMALL)
-)
+FORGETTING = st.one_of(st.builds(Window, SMALL), st.builds(Chunk, SMALL))
 TOKENWISE = st.one_of(st.just(Full()), FORGETTING)
-EVERY = [Full(), Window(4), Chunk(4), Sink(2, 4), State(), State(2), Encoder(4)]
+EVERY = [Full(), Window(4), Chunk(4), State(), Encoder(4)]
 
 
 def sees(retention, position: int) -> set[int]:
@@ -45,8 +46,6 @@ def sees(retention, position: int) -> set[int]:
             return {p for p in range(position + 1) if position - p < tokens}
         case Chunk(tokens):
             return {p for p in range(position + 1) if p // tokens == position // tokens}
-        case Sink(sink_tokens, tokens):
-            return {p for p in range(position + 1) if p < sink_tokens or position - p < tokens}
 
 
 # ── values ────────────────────────────────────────────────────────────────────────────
@@ -61,21 +60,6 @@ def test_a_retention_of_no_tokens_cannot_be_built(kind, tokens):
     assert f"{kind.__name__}: tokens is {tokens!r}" in message
     assert "1 to 1099511627776" in message
     assert "\n\nhint: " in message
-
-
-@pytest.mark.parametrize(
-    ("sinks", "tokens"), [(0, 4), (-1, 4), (4, 0), (4, -1), (1.5, 4), (4, True)]
-)
-def test_a_sink_has_tokens_at_both_ends(sinks, tokens):
-    with pytest.raises(SpecError, match=r"Sink: (sink_)?tokens is .*\n\nhint: "):
-        Sink(sinks, tokens)
-
-
-@pytest.mark.parametrize("checkpoints", [-1, 1.0, False, "2"])
-def test_a_summary_has_no_less_than_no_checkpoints(checkpoints):
-    with pytest.raises(SpecError, match=r"State: checkpoints is .* from 0 to .*\n\nhint: "):
-        State(checkpoints)
-    assert State() == State(0)
 
 
 @pytest.mark.parametrize("value", ["full", None, 4, Full, Window])
@@ -98,15 +82,14 @@ def test_every_retention_has_a_name_words_and_a_rank_of_its_own():
 
 @given(TOKENWISE, st.integers(0, 40))
 def test_seen_tokens_are_those_of_the_definition(retention, num_tokens):
-    sinks, rest = seen_tokens(retention, num_tokens)
-    assert not set(sinks) & set(rest)
-    assert {*sinks, *rest, num_tokens} == sees(retention, num_tokens)
+    seen = range(first_seen_token(retention, num_tokens), num_tokens + 1)
+    assert {*seen} == sees(retention, num_tokens)
 
 
 @given(TOKENWISE, st.integers(0, 40), SMALL)
 def test_blocks_before_the_first_seen_are_never_seen_again(retention, num_tokens, block_tokens):
     first = first_seen_block(retention, num_tokens, block_tokens)
-    kept = {*range(sink_blocks(retention, block_tokens)), *range(first, 100)}
+    kept = {*range(first, 100)}
     for later in range(num_tokens, num_tokens + 30):
         assert {p // block_tokens for p in sees(retention, later)} <= kept
     if forgets(retention):
@@ -125,16 +108,15 @@ def test_arrays_of_lengths_give_what_each_length_gives(retention):
 @given(TOKENWISE, st.integers(0, 12), SMALL)
 def test_seen_blocks_are_those_of_the_seen_tokens(retention, num_blocks, block_tokens):
     num_tokens = num_blocks * block_tokens
-    sinks, rest = seen_blocks(retention, num_tokens, block_tokens)
-    assert not set(sinks) & set(rest)
+    seen = seen_blocks(retention, num_tokens, block_tokens)
     wanted = {p // block_tokens for p in sees(retention, num_tokens) - {num_tokens}}
-    assert {*sinks, *rest} == wanted
+    assert {*seen} == wanted
 
 
 def test_of_a_summary_the_last_checkpoint_is_seen_and_of_an_encoder_nothing():
-    assert seen_blocks(State(), 24, 8) == (range(0), range(2, 3))
-    assert list(seen_blocks(State(), 0, 8)[1]) == []
-    assert seen_blocks(Encoder(4), 24, 8) == (range(0), range(0))
+    assert seen_blocks(State(), 24, 8) == range(2, 3)
+    assert list(seen_blocks(State(), 0, 8)) == []
+    assert seen_blocks(Encoder(4), 24, 8) == range(0)
 
 
 @given(TOKENWISE, SMALL, st.lists(st.booleans(), max_size=12))
@@ -151,6 +133,68 @@ def test_a_hit_needs_the_checkpoint_at_its_end_and_nothing_of_an_encoder():
     lengths, present = np.array([0, 8, 16, 24]), np.array([False, True, False])
     assert can_hit(State(), lengths, 8, present).tolist() == [True, False, True, False]
     assert can_hit(Encoder(3), lengths, 8, present).all()
+
+
+# ── the prefix law ────────────────────────────────────────────────────────────────────
+
+
+class Kept(NamedTuple):
+    retention: Retention
+    block_tokens: int
+
+
+def serves(kept: Kept, present: list[bool], num_tokens: int) -> bool:
+    """Whether a group can serve so many tokens: the definition."""
+    if num_tokens == 0 or isinstance(kept.retention, Encoder):
+        return True
+    if isinstance(kept.retention, State):
+        return present[num_tokens // kept.block_tokens - 1]
+    needed = {p // kept.block_tokens for p in sees(kept.retention, num_tokens) - {num_tokens}}
+    return all(present[block] for block in needed)
+
+
+PARTS = st.tuples(
+    st.builds(
+        Kept,
+        st.one_of(TOKENWISE, st.just(State()), st.builds(Encoder, SMALL)),
+        st.sampled_from([1, 2, 3, 4]),
+    ),
+    st.lists(st.sampled_from([True, True, True, False]), min_size=49, max_size=49),
+)
+
+
+@given(st.lists(PARTS, min_size=1, max_size=4), st.integers(-2, 48), st.sampled_from([None, 12]))
+def test_the_longest_prefix_is_the_last_that_every_group_can_serve(parts, num_tokens, unit):
+    questions: list[tuple[int, int]] = []
+
+    def holds(g, num_blocks):
+        questions.append((g, num_blocks))
+        return np.array(parts[g][1][:num_blocks])
+
+    groups = [(g, kept) for g, (kept, _) in enumerate(parts)]
+    tokenwise = [kept for _, kept in groups if not isinstance(kept.retention, Encoder)]
+    step = unit or lcm(*(kept.block_tokens for kept in tokenwise))
+    expected = [
+        n
+        for n in range(0, max(0, num_tokens) + 1, step)
+        if all(serves(kept, present, n) for kept, present in parts)
+    ]
+    assert prefix_lengths(groups, num_tokens, holds, unit=unit).tolist() == expected
+    assert len(dict(questions)) == len(questions)
+    assert all(0 < n * parts[g][0].block_tokens <= num_tokens for g, n in questions)
+    assert longest_prefix(groups, num_tokens, holds, unit=unit) == expected[-1]
+
+
+def test_full_groups_bound_what_the_others_have_to_look_for():
+    questions: list[tuple[int, int]] = []
+
+    def holds(g, num_blocks):
+        questions.append((g, num_blocks))
+        return np.ones(3 if g == 1 else num_blocks, np.bool_)  # of group 1 only three are there
+
+    groups = [(0, Kept(Window(8), 2)), (1, Kept(Full(), 4)), (2, Kept(State(), 4))]
+    assert longest_prefix(groups, 100, holds) == 12
+    assert questions == [(1, 25), (0, 6), (2, 3)]
 
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────
@@ -177,6 +221,5 @@ def test_a_window_is_bounded_for_any_length(retention, block_tokens, in_flight):
 
 def test_summaries_and_encoders_do_not_grow():
     assert rows_needed(State(), 1, 8) == rows_needed(State(), 1_000_000, 8) == 1
-    assert rows_needed(State(2), 1_000_000, 8) == 3
     assert rows_needed(Encoder(7), 1, 2) == rows_needed(Encoder(7), 1_000_000, 2) == 4
     assert rows_bound(Full(), 1, in_flight=1) is None

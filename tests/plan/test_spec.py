@@ -295,9 +295,3 @@ def test_sections_are_numbered_from_0_in_the_order_of_the_fields(numbers: tuple[
     fields = tuple(Field(f"f{i}", DType.UINT8, ONE, n) for i, n in enumerate(numbers))
     with pytest.raises(SpecError, match="numbered from 0 and follow each other"):
         layer(fields=fields)
-
-
-@pytest.mark.parametrize("number", [-1, True, 1.0, "1"])
-def test_a_section_is_a_whole_number(number: object) -> None:
-    with pytest.raises(SpecError, match="section is"):
-        Field("f", DType.UINT8, ONE, number)  # type: ignore[arg-type]

@@ -34,9 +34,9 @@ def boundaries(layout: Layout, group: int) -> set[int]:
     rows = layout.groups[group]
     found: set[int] = set()
     for layer, place in zip(rows.group.layers, rows.placements, strict=True):
-        found |= {place.offset + h * place.head_stride for h in range(layer.heads.size)}
+        found |= {place[0].offset + h * place[0].head_stride for h in range(layer.heads.size)}
     first = min(found)
-    stride = rows.placements[0].block_stride
+    stride = rows.placements[0][0].block_stride
     return found | {first + r * stride for r in range(rows.rows_per_slab + 1)}
 
 
@@ -80,11 +80,11 @@ def test_rows_are_drawn_to_one_scale_up_to_their_stride(layout, width):
     if not are_rows(layout):
         return
     _, *lines = rows_picture(layout, width=width).splitlines()
-    strides = [rows.placements[0].block_stride for rows in layout.groups]
+    strides = [rows.placements[0][0].block_stride for rows in layout.groups]
     columns, drawn = edges(lines, width)
     for g, line in enumerate(drawn):
         rows = layout.groups[g]
-        base = min(place.offset for place in rows.placements)
+        base = min(page[0].offset for page in rows.placements)
         places = {nearest(b - base, max(strides), columns) for b in boundaries(layout, g)}
         assert set(line) <= places
         assert line[-1] == nearest(strides[g], max(strides), columns)
@@ -95,14 +95,14 @@ def test_a_page_that_is_named_stands_where_its_layer_is(layout, width):
     if not are_rows(layout) or layout.order == "BHLNC":
         return
     _, *lines = rows_picture(layout, width=width).splitlines()
-    longest = max(rows.placements[0].block_stride for rows in layout.groups)
+    longest = max(rows.placements[0][0].block_stride for rows in layout.groups)
     start = min(line.index("│") for line in lines)
     for line, rows in zip(lines, layout.groups, strict=True):
-        base = min(place.offset for place in rows.placements)
+        base = min(page[0].offset for page in rows.placements)
         for found in re.finditer(r"│ ?(L\d+)", line):
             places = {
-                nearest(place.offset - base, longest, width - 1 - start)
-                for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+                nearest(page[0].offset - base, longest, width - 1 - start)
+                for layer, page in zip(rows.group.layers, rows.placements, strict=True)
                 if short_name(layer) == found[1]
             }
             assert found.start() - start in places

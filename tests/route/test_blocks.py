@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from kvstow.errors import BlockError, RouteError, SpecError
-from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
-from kvstow.plan.pack import Site, packed
-from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, Window
+from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Window
 from kvstow.route.blocks import Blocks, Tokens, check_held, check_ids
 from planning import attention, recurrent
 
@@ -57,8 +56,6 @@ def test_ids_that_are_no_blocks_of_the_group_or_named_twice_are_refused(num_slab
         (Window(9), Tokens(0, 7), [0, 1, 2, 3]),
         (Chunk(4), Tokens(0, 7), [2, 3]),
         (Chunk(7), Tokens(0, 7), []),
-        (Sink(1, 2), Tokens(0, 7), [0, 3]),
-        (Sink(1, 2), Tokens(4, 7), [3]),
         (Encoder(3), Tokens(5, 7), [0, 1]),
         (Encoder(3), Tokens(0, 0), []),
     ],

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.route.copies import Copies, chunks, cut, joined, merged, num_stretches
+from kvstow.route.copies import Copies, chunks, cut, joined, merged
 
 
 @st.composite
@@ -46,13 +46,6 @@ def test_merged_copies_are_the_same_copies_in_the_fewest_pieces(some, by):
     breaks = sum((b[0] - a[0], b[1] - a[1]) != (1, 1) for a, b in pairwise(ordered))
     assert len(fewer) == (breaks + 1 if ordered else 0)
     assert (np.diff(getattr(fewer, by)) > 0).all()
-
-
-@given(copies())
-def test_stretches_are_counted_wherever_their_bytes_come_from(some):
-    filled = sorted(destination for _, destination in in_order(some))
-    breaks = sum(b - a != 1 for a, b in pairwise(filled))
-    assert num_stretches(some) == (breaks + 1 if filled else 0)
 
 
 @given(copies(), st.integers(1, 7))

@@ -1,8 +1,8 @@
 """Tiers of a node in a schedule: a host tier, a store on a disk that loses power, a mover.
 
 A mover's step runs in a greenlet, which stops before file operations: then others get turns, of
-the same node and of other processes that have the same store open. It never stops inside a
-transaction of the index, which others would have to wait for.
+the same node and of other processes that have the same store open. It never stops while a process
+gives a file its names, for which its own threads would have to wait.
 """
 
 import errno
@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from greenlet import getcurrent, greenlet
 
-from kvstow.offload.disk.owners import Processes
+from kvstow.offload.copies.jobs import MoverJob
+from kvstow.offload.copies.mover import Limits, Mover
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.mover.jobs import MoverJob
-from kvstow.offload.mover.mover import Limits, Mover
 from kvstow.offload.tier import Tier
 from kvstow.plan.layout import Layout
 from kvstow.testing.faulty import Fails, Fault, FaultyFiles, Flips, Tears, Unsynced
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from schedules.world import Node, World
 
 ROW_BYTES = 4096
-DATA_FILE = 3 * ROW_BYTES
-"""A header and two rows."""
+DATA_FILE = 2 * ROW_BYTES
+"""A header and a page of rows."""
 
 TRANSIENT = (errno.EMFILE, errno.ENOMEM, errno.EINTR)
 
@@ -79,16 +79,13 @@ class Machine:
         self.unsynced = Unsynced()
         self.faults = NO_DISK_FAULTS
         self.is_honest = True
-        """Nothing has lost rows that the index lists."""
-        self.living: set[int] = set()
+        """Nothing has lost rows that have their names."""
         self.known: dict[bytes, tuple[Request, int]] = {}
         """What a key names: a request, and how many tokens of it there are at the block's end."""
-        self.policy: Any = world.random.choice(("lru", "lru", "s3fifo", "arc"))
         self.pauses = world.random.choice((0.0, 0.3, 0.8))
         self._folder = folder
         self._home: Path | None = None
         self._paths: set[Path] = set()
-        self._pids = 0
 
     def path(self, shape: Shape) -> Path:
         """The directory of all stores of such ranks."""
@@ -98,12 +95,6 @@ class Machine:
         path = self._home / f"{rank}of{size}-{shape.block_tokens}-{shape.hybrid}"
         self._paths.add(path)
         return path
-
-    def pid(self) -> int:
-        """The number of a new process."""
-        self._pids += 1
-        self.living.add(self._pids)
-        return self._pids
 
     def fault(self, operation: str, count: int) -> Fault | None:
         """What goes wrong with the next operation on a file."""
@@ -117,61 +108,28 @@ class Machine:
             if drawn < faults.lies / 2:
                 return Tears(dice.choice((0, ROW_BYTES)))
             return Flips(dice.randrange(8 * ROW_BYTES))
-        is_moving = getcurrent().parent is not None  # not while a store is being opened
-        if operation in ("sync", "sync_directory") and is_moving and drawn < faults.syncs:
-            self.world.count(f"failed {operation}")
+        if operation == "sync" and drawn < faults.syncs:
+            self.world.count("failed sync")
             return Fails(errno.EIO)
         if operation in ("read", "write") and drawn < faults.breaks:
             self.world.count(f"failed {operation}")
             self.is_honest &= operation != "read"
             return Fails(errno.EIO)
-        if operation in ("open", "read", "write", "allocate") and drawn > 1 - faults.fails:
+        if operation in ("open", "create", "read", "write", "rename") and drawn > 1 - faults.fails:
             self.world.count("transient errors")
-            return Fails(errno.ENOSPC if operation == "allocate" else dice.choice(TRANSIENT))
+            is_new = operation in ("create", "rename")
+            return Fails(errno.ENOSPC if is_new else dice.choice(TRANSIENT))
         return None
 
-    def snapshot(self) -> dict[Path, bytes]:
-        """The files of every index, as they are while processes have them open."""
-        names = ("index.db", "index.db-wal")
-        files = [path / name for path in sorted(self._paths) for name in names]
-        return {file: file.read_bytes() for file in files if file.exists()}
-
-    def cut(self, indexes: dict[Path, bytes]) -> None:
-        """The power was cut when the indexes were like this: what was not synced may be gone.
-
-        SQLite does not sync its log after every transaction, so its end may be gone as well;
-        rows that were overwritten since are then listed again, and are found to be others.
-        """
-        dice = self.world.random
+    def cut(self) -> None:
+        """The power was cut: what was not synced may be gone."""
         self.world.count("power cuts")
-        lost = self.unsynced.cut(dice.getrandbits(32))
-        self.world.injected["unsynced sectors, lengths and names lost"] += lost
-        for path in self._paths:
-            (path / "index.db-shm").unlink(missing_ok=True)
-        for file, content in indexes.items():
-            if file.name.endswith("-wal") and content and dice.random() < 0.25:
-                content = content[: dice.randrange(len(content))]
-                self.is_honest = False
-                self.world.count("index logs cut short")
-            file.write_bytes(content)
+        lost = self.unsynced.cut(self.world.random.getrandbits(32))
+        self.world.injected["unsynced sectors and names lost"] += lost
 
     def close(self) -> None:
         if self._home is not None:
             shutil.rmtree(self._home, ignore_errors=True)
-
-
-class SimProcesses(Processes):
-    """Processes as the machine knows them."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self.mine = machine.pid()
-
-    def me(self) -> tuple[int, int, str]:
-        return self.mine, 1, "simulated"
-
-    def lives(self, pid: int, started: int, host: str, silent_seconds: float) -> bool:
-        return pid in self._machine.living
 
 
 class SimFiles(FaultyFiles):
@@ -197,10 +155,6 @@ class SimFiles(FaultyFiles):
         if self.is_dead:
             raise ProcessDied
 
-    def size(self, path: Path) -> int | None:
-        self._check_alive()
-        return super().size(path)
-
     def close(self, fd: int) -> None:
         if not self.is_dead:
             super().close(fd)
@@ -220,39 +174,47 @@ class Storage:
         self.machine = machine
         self.shape = node.shape
         dice = machine.world.random
-        processes = SimProcesses(machine)
-        self.pid = processes.mine
         self.files = SimFiles(machine)
         self.is_dead = False
         self.loads: list[Load] = []
         self.saves: list[MoverJob] = []
         self._running: greenlet | None = None
         self._hub = getcurrent()
-        self.disk = self._opened(node, processes, dice.choice((2, 3, 5)) * DATA_FILE)
+        self.disk = self._opened(node, dice.choice((2, 3, 5)) * DATA_FILE)
+        self.dropped: list[str] = []
+        """Names of rows that were not what they should have been."""
+        self.disk._drop = partial(self._note_dropped, self.disk._drop)
         layout = self.disk.layout
         rows = sum(layout.row_bytes(g) for g in range(len(layout.groups)))
         self.host = HostTier(layout, capacity=dice.choice((3, 6, 12)) * max(rows, 256))
-        limits = Limits(workers=0, max_parts=dice.choice((3, 64)), part_bytes=2 * rows)
+        limits = Limits(workers=0, max_bytes=dice.choice((6, 128)) * rows, part_bytes=2 * rows)
         self.mover = Mover(node.arena, self.host, self.disk, pool=node.rows.owner, limits=limits)
         self.files.before = self._pause
 
-    def _opened(self, node: "Node", processes: SimProcesses, capacity: int) -> DiskTier:
+    def _opened(self, node: "Node", capacity: int) -> DiskTier:
         machine = self.machine
         try:
             return DiskTier(
                 machine.path(node.shape),
                 layout_of(node.model, node.shape),
                 capacity=capacity,
-                policy=machine.policy,
                 files=self.files,
                 threads=0,
                 clock=machine.world.clock,
-                processes=processes,
             )
         except BaseException:
             self.files.die()
-            machine.living.discard(self.pid)
             raise
+
+    def _note_dropped(self, drop: Any, name: str, *what: Any) -> None:
+        self.dropped.append(name)
+        drop(name, *what)
+
+    @property
+    def nameless(self) -> list[str]:
+        """Files that this process was writing and has forgotten."""
+        folder = self.disk.tree.writers._folder
+        return os.listdir(folder) if folder else []
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -285,7 +247,7 @@ class Storage:
         if machine.faults.dies and dice.random() < machine.faults.dies:
             machine.world.count("died at a file operation")
             self.die()
-        elif not self.disk.index._sql.in_transaction and dice.random() < machine.pauses:
+        elif not self.disk.tree._lock.locked() and dice.random() < machine.pauses:
             self._hub.switch()
 
     # ── the end ───────────────────────────────────────────────────────────────────
@@ -296,9 +258,8 @@ class Storage:
             return
         self.is_dead = True
         self.files.die()
-        self.disk.index._sql.close()
-        os.close(self.disk._open._lock)
-        self.machine.living.discard(self.pid)
+        if self.disk.tree.writers._fd >= 0:
+            os.close(self.disk.tree.writers._fd)
         running, self._running = self._running, None
         if running is not None and running is not getcurrent() and not running.dead:
             with suppress(BaseException):  # whatever a dying process stumbles over

@@ -10,20 +10,23 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
 
-from kvstow.observe import Telemetry, TransferMetrics
-from kvstow.offload.disk import opening
+from kvstow.observe import Telemetry
 from kvstow.plan import manifest
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.route.compare import differences
-from kvstow.route.route import route
+from kvstow.route.route import plan_route
 from kvstow.route.sources import sources
 from kvstow.transfer import source
+from kvstow.transfer.metrics import TransferMetrics
 from kvstow.transfer.peers import endpoint, incoming, layouts, probe
+from kvstow.transfer.transport import mapped
 
 TELEMETRY = Telemetry()
 METRICS = TransferMetrics(TELEMETRY.registry)
 PROBE_BYTES = 8
+STEP_BYTES = 48
+"""So that a copy out of mapped memory takes many turns."""
 KNOWN = 4096
 
 
@@ -77,20 +80,6 @@ class Worker:
         self.turn()
 
 
-class NoTime:
-    """A clock for waits on others, who have no turn meanwhile: every wait is over at once."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def monotonic(self) -> float:
-        self._now += 1.0
-        return self._now
-
-    def sleep(self, seconds: float) -> None:
-        """Nobody else would do anything."""
-
-
 @contextmanager
 def changed(where: Any, name: str, value: Any) -> Generator[None]:
     """Another value for an attribute, as long as the block lasts."""
@@ -114,7 +103,7 @@ def prepared() -> Generator[None]:
     """A library in which nothing is computed twice."""
     decode = lru_cache(maxsize=256)(manifest.decode)
     encode, fingerprint = ByLayout(manifest.encode), ByLayout(manifest.fingerprint)
-    joined, shared_out = ByLayout(route), ByLayout(sources)
+    joined, shared_out = ByLayout(plan_route), ByLayout(sources)
     values = [
         (layouts, "decode", decode),
         (layouts, "fingerprint", fingerprint),
@@ -125,10 +114,10 @@ def prepared() -> Generator[None]:
         (endpoint, "ThreadPoolExecutor", lambda *args: Worker()),
         (endpoint, "PROBE_BYTES", PROBE_BYTES),
         (probe, "PROBE_BYTES", PROBE_BYTES),
+        (mapped, "STEP_BYTES", STEP_BYTES),
         (source, "sources_of", shared_out),
         (incoming, "sources", shared_out),
-        (incoming, "route", joined),
-        (opening, "time", NoTime()),
+        (incoming, "plan_route", joined),
         (Layout, "identified", _identified(ByLayout(Layout.identified))),
     ]
     with ExitStack() as stack:

@@ -1,10 +1,10 @@
-"""A clock and a network that the schedule moves: packets arrive when it says so, if at all."""
+"""A clock and a network that the schedule moves: packets arrive when it says so, if at all, and in
+order on each line, as over ZeroMQ."""
 
 from collections.abc import Iterator
-from random import Random
 from typing import Any, NamedTuple
 
-from kvstow.transfer.channel.framing import Clients, Session, answered
+from kvstow.transfer.channel.framing import Clients, Session, encode, heard_from_server
 from kvstow.transfer.channel.messages import AnyMessage
 
 
@@ -45,6 +45,11 @@ class Network:
         dialled = self.dialled.get(packet.client)
         return dialled is not None and dialled[0].address in self.deaf
 
+    def first_of_line(self, packet: Packet) -> int:
+        """The place of the oldest packet that goes the same way on the same line."""
+        way = packet.address, packet.client
+        return next(i for i, each in enumerate(self.packets) if (each.address, each.client) == way)
+
     def client(self) -> bytes:
         """A name for a new line, as a ROUTER would draw it."""
         self._made += 1
@@ -63,12 +68,12 @@ class Network:
 class SimChannel:
     """One agent's side channel over the network."""
 
-    def __init__(self, network: Network, address: str, random: Random) -> None:
+    def __init__(self, network: Network, address: str) -> None:
         self.address = address
         self.inbox: list[Packet] = []
         self.drops: list[str] = []
         self._network = network
-        self._clients = Clients(self._reply, self._on_drop, random=random)
+        self._clients = Clients(self._reply, self._on_drop)
         self._client_of: dict[Session, bytes] = {}
         network.channels[address] = self
 
@@ -80,7 +85,7 @@ class SimChannel:
         return True
 
     def dial(self, address: str, key: str) -> Session:
-        line, client = Session(0), self._network.client()
+        line, client = Session(), self._network.client()
         self._client_of[line] = client
         self._network.dialled[client] = self, line
         line.address = address  # type: ignore[attr-defined]
@@ -98,7 +103,7 @@ class SimChannel:
             self._network.dialled.pop(client, None)
 
     def send(self, line: Any, message: AnyMessage) -> bool:
-        data = line.framed(message)
+        data = encode(message)
         if line.client is not None:
             return self._reply(line.client, data)
         if line in self._client_of:
@@ -113,12 +118,12 @@ class SimChannel:
         arrived, self.inbox = self.inbox, []
         for packet in arrived:
             if packet.address:
-                said = self._clients.said(packet.client, packet.data)
+                said = self._clients.heard(packet.client, packet.data)
                 if said is not None:
                     yield said
             elif packet.client in self._network.dialled:
                 line = self._network.dialled[packet.client][1]
-                message = answered(line, packet.data, self._on_drop)
+                message = heard_from_server(packet.data, self._on_drop)
                 if message is not None:
                     yield line, message
 

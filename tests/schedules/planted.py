@@ -5,8 +5,9 @@ behind others, so that one of them alone may be missing and nothing goes wrong; 
 those away too that would hide it.
 """
 
+import os
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from kvstow.blocks.ledger import Ledger
@@ -14,23 +15,28 @@ from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import KvstowError
 from kvstow.offload import keys
+from kvstow.offload.copies.mover import Mover
 from kvstow.offload.disk import opening
-from kvstow.offload.disk.segments import Segments, _Slot
-from kvstow.offload.mover.mover import Mover
+from kvstow.offload.disk import tier as disk_tier
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.disk.tree import Writers
 from kvstow.route import route as routes
 from kvstow.route import sources as route_sources
-from kvstow.transfer import pull, pulls, serve, source
+from kvstow.route.blocks import block_span
+from kvstow.testing.faulty import FaultyFiles
+from kvstow.transfer import agent, pull, pulls, serve, source
 from kvstow.transfer.channel.messages import Begun, Failed
-from kvstow.transfer.fence import Fence
+from kvstow.transfer.fence import Fence, MappedFence
 from kvstow.transfer.loop import IDLE
-from kvstow.transfer.move import gather
-from kvstow.transfer.move import rows as cut_rows
-from kvstow.transfer.peers import layouts
+from kvstow.transfer.move import slots
+from kvstow.transfer.peers import layouts, outgoing
+from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.server import Server
-from kvstow.transfer.tickets.generations import Generations, OwnerQueue
 from kvstow.transfer.tickets.lease import Leases
 from kvstow.transfer.tickets.offers import Offers
-from kvstow.transfer.transport import local
+from kvstow.transfer.tickets.owner import Generations, OwnerQueue
+from kvstow.transfer.tickets.ticket import Ticket
+from kvstow.transfer.transport import local, mapped
 from schedules import schedule
 from schedules.library import changed, prepared
 
@@ -96,9 +102,9 @@ def quiet_at_disconnect() -> Generator[None]:
 
 
 @bug
-def rows_are_cut_before_they_are_read() -> Generator[None]:
+def slots_are_cut_before_they_are_read() -> Generator[None]:
     """The first turn of a read counts as its end."""
-    moved = cut_rows.moved
+    moved = slots.moved
 
     def hasty(*args: Any, **kwargs: Any) -> Any:
         story = moved(*args, **kwargs)
@@ -108,27 +114,52 @@ def rows_are_cut_before_they_are_read() -> Generator[None]:
             except StopIteration:
                 return
 
-    with changed(cut_rows, "moved", hasty):
+    with changed(slots, "moved", hasty):
         yield
 
 
 @bug
-def a_slot_is_reused_before_its_writes_are_quiet() -> Generator[None]:
-    """A slot is given back when its writes begin, and is the next one to be taken."""
-    moved = gather.moved
+def a_slot_is_reused_before_it_was_fetched() -> Generator[None]:
+    """A producer gives a slot back when it has filled it, and it is the next one to be taken."""
 
-    def early(endpoint: Any, *how: Any, **rest: Any) -> Any:
-        scratch = endpoint._scratch
-        if scratch is not None:
-            place = int(how[-1].source[0]) - scratch.arena.address
-            if 0 <= place < scratch.arena.nbytes:  # and not in a row
-                scratch._free.appendleft(place // scratch.slot_bytes)
-        yield from moved(endpoint, *how, **rest)
+    def early(endpoint: Any, parts: Any, mailbox: Any, send: Any, transfer: int) -> Any:
+        for number, piece in enumerate(parts):
+            slot = yield from endpoint.stage.take()
+            endpoint.stage._free.appendleft(slot // endpoint.stage.slot_bytes)
+            yield from slots.copied(endpoint.arena, endpoint.stage.arena, piece.into_slot(slot))
+            send(slots.Staged(transfer, number, slot))
+        for _ in parts:
+            yield from mailbox.wait(slots.Fetched)
 
-    with (
-        changed(gather, "moved", early),
-        changed(gather, "when_quiet", lambda flights, then: None),
-    ):
+    with changed(serve, "stage_pieces", early):
+        yield
+
+
+@bug
+def a_slot_is_reused_before_its_read_is_quiet() -> Generator[None]:
+    """A consumer gives a slot back although a read that has failed may still fill it."""
+    with changed(slots, "when_quiet", lambda flights, then: then()):
+        yield
+
+
+@bug
+def a_dead_writer_s_rows_are_free_without_a_fresh_engine() -> Generator[None]:
+    with changed(Quarantine, "_engine_replaced", nothing):
+        yield
+
+
+@bug
+def the_row_in_which_a_pull_begins_is_not_quarantined() -> Generator[None]:
+    """Nor distrusted: it counts as one that nobody writes to."""
+
+    def later(layout: Any, into: Any, tokens: Any) -> Any:
+        groups = {g: layout.groups[g].group for g in into}
+        return {
+            g: blocks.index * block_span(groups[g]) >= tokens.of(groups[g]).first
+            for g, blocks in into.items()
+        }
+
+    with changed(agent, "written_rows", later):
         yield
 
 
@@ -286,6 +317,75 @@ def what_a_load_left_out_can_be_found() -> Generator[None]:
         yield
 
 
+# ── mapped ────────────────────────────────────────────────────────────────────────────
+
+
+@bug
+def generations_of_mapped_rows_are_not_compared() -> Generator[None]:
+    with changed(MappedFence, "passed", nothing):
+        yield
+
+
+@bug
+def generations_of_mapped_rows_are_compared_before_the_copy_has_ended() -> Generator[None]:
+    copy_rows, passed = pull.copy_rows, MappedFence.passed
+
+    def early(endpoint: Any, order: Any, one: Any) -> Any:
+        yield from passed(MappedFence(one))
+        yield from copy_rows(endpoint, order, one)
+
+    with changed(pull, "copy_rows", early), changed(MappedFence, "passed", nothing):
+        yield
+
+
+@bug
+def a_ticket_s_signature_is_not_compared() -> Generator[None]:
+    with changed(Ticket, "is_signed_by", lambda self, key: True):
+        yield
+
+
+@bug
+def the_mapping_of_a_dead_start_is_used_again() -> Generator[None]:
+    """What was mapped once at an address stays for whoever answers there."""
+    mapped = outgoing.Outgoing._map
+
+    def kept(self: Any, welcome: Any) -> bool:
+        before = vars(self).get("_first")
+        if before is not None:
+            self.mapped = before
+            return True
+        mapped(self, welcome)
+        self._first = self.mapped
+        return self.mapped is not None
+
+    def unmap(self: Any) -> None:
+        self.mapped = None
+
+    with changed(outgoing.Outgoing, "_map", kept), changed(outgoing.Outgoing, "_unmap", unmap):
+        yield
+
+
+@bug
+def memory_is_unmapped_while_a_copy_runs() -> Generator[None]:
+    with changed(mapped.MappedPeer, "hold", lambda self: None):
+        yield
+
+
+@bug
+def the_route_of_another_pair_of_layouts_is_taken() -> Generator[None]:
+    """Routes are remembered by how many sources there are."""
+    plans = source.SourcePlans.plans
+
+    def any_layouts(self: Any, sources: Any) -> Any:
+        known = vars(self).setdefault("_by_count", {})
+        if len(sources) not in known:
+            known[len(sources)] = plans(self, sources)
+        return known[len(sources)]
+
+    with changed(source.SourcePlans, "plans", any_layouts):
+        yield
+
+
 # ── tiers ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -303,48 +403,84 @@ def a_key_does_not_name_the_computation() -> Generator[None]:
 
 
 @bug
-def new_names_are_not_synced() -> Generator[None]:
-    create = Segments.create
-
-    def unsynced(self: Any, segment: int, group: int) -> None:
-        self._files.sync_directory = nothing
-        try:
-            create(self, segment, group)
-        finally:
-            del self._files.sync_directory
-
-    with changed(Segments, "create", unsynced):
+def a_sync_is_forgotten() -> Generator[None]:
+    with changed(FaultyFiles, "sync", lambda self, paths: None):
         yield
 
 
 @bug
-def rows_are_entered_before_they_are_synced() -> Generator[None]:
-    with changed(Segments, "_synced", lambda self, segments: {}):
+def rows_get_their_names_before_they_are_synced() -> Generator[None]:
+    write = DiskTier._write_part
+
+    def early(self: Any, files: Any) -> Any:
+        sync, self._files.sync = self._files.sync, lambda paths: None
+        try:
+            results = write(self, files)
+        finally:
+            del self._files.sync
+        names = [self.tree.name(file.group, file.keys[0]) for file in files]
+        names = [name for name in names if os.path.exists(name)]
+        if names:
+            sync(names)
+        return results
+
+    with changed(DiskTier, "_write_part", early):
         yield
 
 
 @bug
 def a_failed_sync_is_ignored() -> Generator[None]:
-    """A row is entered although its bytes may not be on the medium."""
-    synced = Segments._synced
+    """A row gets its name although its bytes may not be on the medium."""
+    sync = FaultyFiles.sync
 
-    def ignored(self: Any, segments: Any) -> Any:
-        synced(self, segments)
-        return {}
+    def ignored(self: Any, paths: Any) -> None:
+        with suppress(OSError):
+            sync(self, paths)
 
-    with changed(Segments, "_synced", ignored):
+    with changed(FaultyFiles, "sync", ignored):
         yield
+
+
+class Anything(int):
+    """Equal to all."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
 
 
 @bug
 def a_row_s_checksum_is_not_compared() -> Generator[None]:
-    """Nor what its record says: a slot is taken for the row that the index lists there."""
+    with changed(disk_tier, "checksum", lambda row: Anything()):
+        yield
 
-    def taken(self: Any, slotted: Any) -> bool:
-        slotted.row[:] = self.row
-        return True
 
-    with changed(_Slot, "take", taken):
+@bug
+def an_evicted_file_is_cut_short_while_it_is_read() -> Generator[None]:
+    remove = FaultyFiles.remove
+
+    def cut(self: Any, path: str) -> None:
+        os.truncate(path, 0)
+        remove(self, path)
+
+    with changed(FaultyFiles, "remove", cut):
+        yield
+
+
+@bug
+def two_writers_write_one_file() -> Generator[None]:
+    create = FaultyFiles.create
+
+    def shared(self: Any, path: str, *, direct: bool) -> int:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return create(self, path, direct=direct)
+
+    with (
+        changed(Writers, "next_file", lambda self: f"{self._new}/0"),
+        changed(FaultyFiles, "create", shared),
+    ):
         yield
 
 

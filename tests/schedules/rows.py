@@ -10,7 +10,7 @@ from kvstow.blocks.pool import Pool
 from kvstow.errors import OutOfBlocks
 from kvstow.plan.layout import Layout
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.tickets.generations import Generations
+from kvstow.transfer.tickets.owner import Generations
 from schedules.truth import Ints, Request
 
 
@@ -71,7 +71,7 @@ class LedgerRows:
         groups = range(len(self.ledger.groups))
         return {
             "rows held": sum(self.pool.num_held(g) for g in groups),
-            "rows in quarantine": sum(self.pool.num_quarantined(g) for g in groups),
+            "rows in quarantine": sum(len(self.pool.quarantined(g)) for g in groups),
         }
 
     def check(self) -> None:

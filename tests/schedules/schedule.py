@@ -7,7 +7,7 @@ While it runs, and when it has come to rest, it looks at what must always be tru
     no row is given out to which somebody may still write
     every transfer ends in its time, and its rows come to rest
     no row, lease, counter, post, slot, pin, job or file is left over
-    a store whose disk is honest has every row that its index lists, after a power cut too
+    a store whose disk is honest has every row that has a name, after a power cut too
 
 `Broken` says what was not, at which step of which seed.
 """
@@ -23,12 +23,10 @@ from typing import Any
 import numpy as np
 
 from kvstow.errors import OutOfBlocks
-from kvstow.route.ways import Way
 from kvstow.transfer.channel.messages import Begun
-from kvstow.transfer.options import DigestPolicy, Options
+from kvstow.transfer.options import DigestPolicy, Options, Way
 from kvstow.transfer.transport.base import lost
 from schedules.disks import NO_DISK_FAULTS, DiskFaults
-from schedules.network import Packet
 from schedules.rows import Claim
 from schedules.stores import Stores
 from schedules.transfers import Transfers
@@ -44,8 +42,8 @@ SILENT_BEATS = 32
 LEAST_TICK, MOST_TICK = 0.01, 0.3
 DIGESTS: tuple[DigestPolicy, ...] = ("off", "off", "off", "sample", "always")
 WAYS: tuple[Way | None, ...] = ("read", "read", "write", "write", None)
-CHURNING_WAYS: tuple[Way | None, ...] = ("read", "read", "rows", "write")
-STAGED_WAYS: tuple[Way | None, ...] = ("staged", "staged", "rows", "rows", "read", "write")
+CHURNING_WAYS: tuple[Way | None, ...] = ("read", "read", "slots", "write")
+SLOT_WAYS: tuple[Way | None, ...] = ("slots", "slots", "slots", "read", "write")
 ALIKE = (Shape(), Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("BLHNC", 4))
 MIXED = (Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("LHBNC"), Shape("BLHNC", 4))
 HYBRID = (Shape(hybrid=True), Shape("BLNHC", hybrid=True), Shape("BLHNC", 4, hybrid=True))
@@ -74,8 +72,6 @@ class Faults:
     """How often something goes wrong in a schedule."""
 
     drop: float = 0.0
-    double: float = 0.0
-    spoil: float = 0.0
     reorder: float = 0.0
     stop: float = 0.0
     kill: float = 0.0
@@ -123,7 +119,14 @@ class Schedule:
         self.lengths = LENGTHS
         self.faults = self._drawn_faults()
         self._apply(self.faults)
-        self.world.slowness = 0.7 if self.churns else dice.choice((0.0, 0.0, 0.5))
+        self.writers_die = self.faults.kill > 0 and dice.random() < 0.5
+        """Producers write, slowly, and are killed meanwhile."""
+        self.maps = not self.writers_die and Random(-7 - seed).random() < 0.3
+        """Nodes map each other's memory, where they are not forced to do otherwise."""
+        is_slow = self.churns or self.writers_die
+        self.world.slowness = 0.7 if is_slow else dice.choice((0.0, 0.0, 0.5))
+        if self.maps:
+            self.world.shares = True
         self.step = 0
         self.history: list[Request] = []
         self._fresh = 0
@@ -158,8 +161,6 @@ class Schedule:
             )
         return Faults(
             drop=some(0.4, 0.1),
-            double=some(0.4, 0.1),
-            spoil=some(0.3, 0.05),
             reorder=some(0.5, 0.5),
             stop=some(0.5, 0.04),
             kill=some(0.4, 0.02),
@@ -182,7 +183,7 @@ class Schedule:
     def _drawn_options(self) -> Options:
         dice = self.random
         slot_bytes = dice.choice((None, None, 32, 48, 300))
-        ways = CHURNING_WAYS if self.churns else STAGED_WAYS if slot_bytes else WAYS
+        ways = CHURNING_WAYS if self.churns else SLOT_WAYS if slot_bytes else WAYS
         digests = ("off",) if self.churns else DIGESTS
         return Options(
             lease_seconds=0.1 if self.churns else dice.choice((0.3, 1.0, 2.0)),
@@ -191,9 +192,9 @@ class Schedule:
             heartbeat_seconds=3.0 if self.churns else dice.choice((0.1, 0.2, 3.0)),
             drain_seconds=dice.choice((0.1, 0.3)),
             quarantine_seconds=0.5,
-            direction=dice.choice(ways),
+            direction=None if self.maps else "write" if self.writers_die else dice.choice(ways),
+            mapped=self.maps,
             digest="always" if self.faults.flip else dice.choice(digests),
-            engines=1,
             slot_bytes=slot_bytes,
         )
 
@@ -236,11 +237,11 @@ class Schedule:
             (20 * faults.leave, self._leave_a_line_or_hear_it),
             (20 * faults.stop, self._stop_or_go_on),
             (20 * faults.kill, self._kill),
+            (1.0 if self.writers_die else 0.0, self._kill_a_writer),
             (20 * faults.cut, self._cut_or_heal),
             (20 * faults.power, self._cut_the_power),
             (kept, tiers.save),
             (0.6 * kept, tiers.load),
-            (0.1 * kept, tiers.prefetch),
             (0.1 * kept, tiers.evict),
             (3 * kept, tiers.turn_somebody),
         ]
@@ -335,6 +336,8 @@ class Schedule:
             node.worker.turn()
         node.agent.loop.step(0)
         node.agent.settle()
+        if self.world.broken:
+            raise Broken(self.world.broken)
         self.transfers.judge(node)
         for each in self.world.nodes.values():
             self.check_memory(each)
@@ -365,25 +368,14 @@ class Schedule:
             at += 1
         if at == len(packets):
             return
-        packet = packets[at]
-        if dice.random() >= faults.double:
-            del packets[at]
-        else:
-            self.world.count("doubled")
+        at = self.world.network.first_of_line(packets[at])
+        packet = packets.pop(at)
         if dice.random() < faults.drop:
             self.world.count("dropped")
             return
-        if dice.random() < faults.spoil:
-            packet = self._spoilt(packet)
         if at:
             self.world.count("reordered")
         self.world.network.deliver(packet)
-
-    def _spoilt(self, packet: Packet) -> Packet:
-        self.world.count("spoilt")
-        data = bytearray(packet.data)
-        data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
-        return packet._replace(data=bytes(data[: self.random.choice((len(data), -1))]))
 
     def _let_time_pass(self) -> None:
         likely = (8, 8, 4, 3, 0) if self.churns else (8, 8, 4, 2, self.roughness)
@@ -419,7 +411,7 @@ class Schedule:
             return None
         self.check_claim(node, claim)
         for g, new in claim.new.items():
-            node.write(g, new.ids, new.index, request)
+            node.write(g, new.ids, new.index, request, 0, len(request.tokens))
         if self.random.random() < 0.5:  # the next token is on its way: windows move on
             node.rows.computed(claim)
         first = {g: int(b.index[0]) * node.shape.block_tokens for g, b in claim.blocks.items()}
@@ -528,6 +520,14 @@ class Schedule:
         self.kill(self.random.choice(list(self.world.nodes.values())))
         self.world.count("killed")
 
+    def _kill_a_writer(self) -> None:
+        """A producer ends while it writes, and what it has sent comes later."""
+        nodes = self.world.nodes.values()
+        writers = [node for node in nodes if node.agent.endpoint.transport.writes]
+        if writers:
+            self.kill(self.random.choice(writers))
+            self.world.count("killed")
+
     def kill(self, node: Node) -> None:
         """A process ends in the middle of everything, and is started again."""
         self.world.kill(node.name)
@@ -540,11 +540,10 @@ class Schedule:
 
     def _cut_the_power(self) -> None:
         """All processes end at once, and their disk has what was synced."""
-        indexes = self.world.machine.snapshot()
         names = list(self.world.nodes)
         for name in names:
             self.world.kill(name)
-        self.world.machine.cut(indexes)
+        self.world.machine.cut()
         for name in names:
             self.start(self.processes[name])
         self.tiers.check_disks()

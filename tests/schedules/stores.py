@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstow.errors import OutOfBlocks, StoreError
-from kvstow.offload.keys import block_keys, wanted
-from kvstow.offload.prefixes import longest_prefix
+from kvstow.offload.keys import PromptRows, block_keys
 from kvstow.offload.tier import held_by_any
 from schedules.disks import NO_DISK_FAULTS, Load, Storage
 from schedules.truth import Request
@@ -107,13 +106,12 @@ class Stores:
             for g in range(len(node.places.rows)):
                 node.storage.host.evict(g, keys)
         tiers = node.storage.tiers
-        layout, present, most = tiers[0].layout, partial(held_by_any, tiers), len(saved.tokens)
-        found = longest_prefix(layout, longer.identity, longer.prompt, present, most, None)
+        rows = PromptRows(tiers[0].layout, longer.identity, longer.prompt)
+        found = rows.longest(len(saved.tokens), partial(held_by_any, tiers))
         if not found:
             self.schedule.count("nothing stored")
             return
-        listed = wanted(longer.identity, longer.prompt, layout, found)
-        self._begin(node, longer.cut(found), listed)
+        self._begin(node, longer.cut(found), rows.seen(found))
 
     def _begin(self, node: Node, request: Request, listed: Any) -> None:
         schedule = self.schedule
@@ -139,17 +137,6 @@ class Stores:
                 job = None
             load.jobs.append((g, job, keyed.index[wanted]))  # type: ignore[arg-type]
         self._settle(node)
-
-    def prefetch(self) -> None:
-        node, dice = self._any(), self.schedule.random
-        if node is None or not self.world.machine.known:
-            return
-        assert node.storage is not None
-        keys = dice.sample(list(self.world.machine.known), min(2, len(self.world.machine.known)))
-        try:
-            node.storage.mover.prefetch(dice.randrange(len(node.places.rows)), keys)
-        except StoreError:
-            self.schedule.count("prefetch refused")
 
     def evict(self) -> None:
         node, dice = self._any(), self.schedule.random
@@ -254,21 +241,18 @@ class Stores:
         storage.host.check()
         self._check_tier(storage, storage.host, storage.host_keys)
         self._check_tier(storage, storage.disk, storage.disk.keys)
-        index = storage.disk.index
-        leased = index.ask("SELECT COUNT(*) FROM slots WHERE owner = ?", storage.disk._open.owner)
-        lost = index.ask("SELECT what FROM events WHERE rows > 0")
-        if lost and self.world.machine.is_honest:
-            self.schedule.broken(f"rows were dropped, and nothing has gone wrong: {lost}")
+        if storage.dropped and self.world.machine.is_honest:
+            self.schedule.broken(f"rows were dropped, nothing has gone wrong: {storage.dropped}")
         pins = sum(int(pins.sum()) for pins in storage.host._slots.pins)
         storage.mover.close()
+        nameless = len(storage.nameless)
         storage.disk.close()
         open_files = storage.files.num_open
         storage.is_dead = True
-        self.world.machine.living.discard(storage.pid)
         storage.host.close()
         return {
             "saves": len(storage.saves),
-            "leased slots": leased[0][0],
+            "files without names": nameless,
             "pins": pins,
             "open files": open_files,
         }

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvstow.errors import OutOfBlocks, TransferError
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.channel.messages import Begun
 from kvstow.transfer.tickets.ticket import Ticket
-from schedules.rows import EngineRows, LedgerRows
+from schedules.rows import Claim, EngineRows, LedgerRows
 from schedules.truth import Request
 from schedules.world import Held, Node, Pull
 
@@ -121,12 +122,13 @@ class Transfers:
         schedule.check_claim(node, claim)
         pull = Pull(None, claim, request, self.world.clock.now + schedule.options.transfer_seconds)
         node.pulls.append(pull)  # its rows may change from now on
+        start = self._computed_here(node, claim, tokens)
         tickets = offer.tickets
         if schedule.random.random() < 0.05 * schedule.roughness:
             tickets, pull.must_fail = self._forged(tickets), "the ticket was forged"
         try:
             pull.transfer = node.agent.pull(
-                tickets, into=claim.new, start_token=claim.hit_tokens, num_tokens=tokens
+                tickets, into=claim.new, start_token=start, num_tokens=tokens
             )
         except TransferError as error:
             schedule.count(f"{error.kind}, at once")
@@ -134,13 +136,42 @@ class Transfers:
         node.pulls.remove(pull)
         return pull if pull.transfer is not None else None
 
+    def _computed_here(self, node: Node, claim: Claim, tokens: int) -> int:
+        """The first token that is pulled: those before it were found, or are computed here, so that
+        a pull may begin inside a row."""
+        start, dice = claim.hit_tokens, self.schedule.random
+        most = min(tokens - start, node.shape.block_tokens)
+        if most < 2 or dice.random() > 0.3:
+            return start
+        start += dice.randrange(1, most)
+        for g, new in claim.new.items():
+            node.write(g, new.ids, new.index, claim.request, claim.hit_tokens, start)
+        self.world.count("pulls that begin inside a row")
+        return start
+
     def _forged(self, tickets: tuple[Ticket, ...]) -> tuple[Ticket, ...]:
-        """The same tickets, for another layout or of another computation."""
+        """The same tickets, for another layout, of another computation or for other blocks."""
         self.world.count("forged tickets")
-        first = tickets[0]
-        if self.schedule.random.random() < 0.5:
+        first, dice = tickets[0], self.schedule.random.random()
+        if dice < 0.4:
+            return self._altered(first), *tickets[1:]
+        if dice < 0.7:
             return replace(first, fingerprint=first.fingerprint[::-1]), *tickets[1:]
         return replace(first, identity=first.identity[::-1]), *tickets[1:]
+
+    def _altered(self, ticket: Ticket) -> Ticket:
+        """The ticket with its blocks in another order, or with others, as they are now there."""
+        nodes = [n for n in self.world.nodes.values() if n.agent.endpoint.start == ticket.start]
+        if not nodes:
+            return replace(ticket, lease=ticket.lease ^ 1)
+        blocks = {
+            g: Blocks(b.ids[::-1] if len(b) > 1 else b.ids % 3 + 1, b.index, b.partial)
+            for g, b in ticket.blocks.items()
+        }
+        generations = nodes[0].agent.endpoint.generations(blocks)
+        changed = replace(ticket, blocks=blocks, generations=generations)
+        same = all((blocks[g].ids == b.ids).all() for g, b in ticket.blocks.items())
+        return replace(ticket, lease=ticket.lease ^ 1) if same else changed
 
     def take_back(self) -> None:
         """An engine takes rows back that are pulled into; it waits before it uses them again."""
@@ -231,6 +262,8 @@ class Transfers:
     def _accepted(self, node: Node, pull: Pull) -> None:
         schedule = self.schedule
         schedule.count("accepted")
+        for way in pull.transfer.stats.directions:
+            self.world.count(f"pulled: {way}")
         schedule.note(f"{node.name} accepted")
         pull.is_quiet = True
         self._closed(node, pull)
@@ -288,4 +321,5 @@ class Transfers:
             "quarantine": node.agent.quarantine.rows,
             "stage slots": max(0, endpoint.num_slots_in_use - failed),
             "engines": len(self.world.fabric.members) - len(self.world.nodes),
+            "mappings of dead processes": sum(memory.is_gone for memory in self.world.mapped),
         }

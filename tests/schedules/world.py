@@ -1,7 +1,7 @@
 """The world outside the protocol, in one thread: engines, processes, their memory and disks.
 
 Nothing here moves by itself. A schedule (see `schedule`) decides what happens next: which packet
-arrives, is lost, doubled or spoilt, which agent gets a turn, when time passes, when an agent is
+arrives or is lost, which agent gets a turn, when time passes, when an agent is
 stopped, killed or started again, when bytes of a copy land.
 """
 
@@ -23,6 +23,7 @@ from schedules.disks import Machine, Storage
 from schedules.library import TELEMETRY, Worker
 from schedules.network import Clock, Network, SimChannel
 from schedules.rows import Claim, EngineRows, LedgerRows
+from schedules.shared import SimMemory, SimNode
 from schedules.truth import Bytes, Ints, Places, Request, Shape, layout_of, places_of, truth
 
 
@@ -88,9 +89,11 @@ class Node:
 
     # ── memory ────────────────────────────────────────────────────────────────────
 
-    def write(self, group: int, ids: Ints, index: Ints, request: Request) -> None:
-        """Compute these blocks of a request."""
-        cells, values = self._known(group, ids, index, request, 0, len(request.tokens))
+    def write(
+        self, group: int, ids: Ints, index: Ints, request: Request, first: int, end: int
+    ) -> None:
+        """Compute tokens `[first, end)` of a request, as far as they lie in these blocks."""
+        cells, values = self._known(group, ids, index, request, first, end)
         self.memory[cells] = self.shadow[cells] = values
 
     def differs(
@@ -138,13 +141,19 @@ class World:
 
     def __init__(self, seed: int, folder: str) -> None:
         self.random = Random(seed)
-        self.gathers = seed % 2 == 0
-        """Whether producers gather what they write."""
         self.clock = Clock()
         self.network = Network()
         self.fabric = SimFabric(self, f"{seed}")
         self.machine = Machine(self, folder)
         self.nodes: dict[str, Node] = {}
+        self.shared: list[tuple[str, Arena, Ints, Ints]] = []
+        self.mapped: set[SimMemory] = set()
+        self.engines: set[str] = set()
+        """Starts of processes that live."""
+        self.broken = ""
+        """What has gone wrong where nobody could be told."""
+        self.shares = False
+        """Whether processes map each other's memory."""
         self.graveyard: list[Node] = []
         self.injected: Counter[str] = Counter()
         self.cut: set[frozenset[str]] = set()
@@ -166,16 +175,18 @@ class World:
         layout = layout_of(model, shape)
         arena = ARENAS.taken(model, shape)
         rows = EngineRows(layout) if engine_ids else LedgerRows(layout)
-        channel = SimChannel(self.network, f"sim://{name}", self.random)
+        channel = SimChannel(self.network, f"sim://{name}")
         transport = SimTransport(
             self,
             step_bytes=self.random.choice((1, 1, 48, 1 << 20)),
             piece_bytes=self.random.choice((0, 8, 24)),
         )
         full, self.full = self.full, 0.0  # a process that cannot start is none
+        self.engines.add(transport.name)
         agent = Agent(
             arena,
             rows.owner,
+            node=SimNode(self, transport.name, shares=self.shares and self.random.random() < 0.9),
             transport=transport,
             name=name,
             options=options,
@@ -185,7 +196,6 @@ class World:
             telemetry=TELEMETRY,
         )
         self.full = full
-        agent.endpoint.gathers = self.gathers
         worker = agent.endpoint.worker
         assert isinstance(worker, Worker), "the library is not prepared"
         memory = arena.bytes.numpy()
@@ -209,6 +219,7 @@ class World:
     def kill(self, name: str) -> Node:
         """The process is gone, with all it had under way; its memory is nobody's."""
         node = self.nodes.pop(name)
+        self.engines.discard(node.agent.endpoint.start)
         if node.storage is not None:
             node.storage.die()
         self.fabric.kill(node.engine)
@@ -269,6 +280,20 @@ class SimFabric(Fabric):
     def __init__(self, world: World, token: str) -> None:
         super().__init__(token=token, lands=world.lands)
         self._world = world
+        self._lies_until: dict[Any, float] = {}
+
+    def kill(self, name: str) -> None:
+        """What the process was writing lies in sockets for a while."""
+        super().kill(name)
+        world = self._world
+        for post in self.in_transit:
+            if post not in self._lies_until:
+                seconds = world.random.choice((0.0, 0.3, 0.6, 1.5))
+                self._lies_until[post] = world.clock.now + seconds
+                world.count("writes of killed processes")
+
+    def arrives(self, post: Any) -> bool:
+        return self._world.clock.now >= self._lies_until[post] and self.lands()
 
     def is_cut(self, one: str, other: str) -> bool:
         return self._world.are_apart(one, other)

@@ -58,6 +58,14 @@ def test_nobody_is_admitted_before_arriving() -> None:
     assert replay.record.completed == 2
 
 
+def test_only_requests_that_have_arrived_are_waiting() -> None:
+    trace = [TraceRequest(0.0, 4, 9), TraceRequest(50.0, 4, 9), TraceRequest(50.0, 4, 9)]
+    replay = replayed(packed_layout(HYBRID, 30), trace, load=0.01)
+    waiting = [(s.seconds < 50, s.waiting) for s in replay.record.samples]
+    assert {count for early, count in waiting if early} == {0}
+    assert {count for early, count in waiting if not early} == {0, 1}
+
+
 def test_shared_beginnings_are_found_cached() -> None:
     trace = [TraceRequest(float(i), 20, 2, (("system", 16),)) for i in range(10)]
     report = ReplayReport.of(replayed(packed_layout(HYBRID, 60), trace).record)
@@ -85,7 +93,7 @@ def test_waste_adds_up_to_the_bytes_of_the_slabs_in_use() -> None:
 
 def test_tight_rows_serve_more_requests_than_the_union() -> None:
     groups = grouped(model_layers("gemma-3-27b").layers)
-    trace = synthetic("chat", num_requests=120, rate=INF, seed=0)
+    trace = synthetic("single", num_requests=120, rate=INF, seed=0)
     means = {}
     for policy in ("slab", "union"):
         layout = layout_of(policy, groups, budget=8 << 30)

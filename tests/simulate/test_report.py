@@ -36,7 +36,7 @@ def test_ratios_are_of_what_was_counted() -> None:
         completed=3, preemptions=1, prompt_tokens=200, hit_tokens=50, rows=40, runs=8, admitted=4
     )
     record.fewest_runs = 4
-    figures = ReplayReport.of(record).figures()
+    figures = ReplayReport.of(record).as_json()
     assert figures["hit_rate"] == 0.25
     assert figures["mean_run_rows"] == 5.0
     assert figures["runs_per_request"] == 2.0
@@ -45,6 +45,6 @@ def test_ratios_are_of_what_was_counted() -> None:
 
 
 def test_a_replay_of_nothing_has_figures_of_zero() -> None:
-    figures = ReplayReport.of(ReplayRecord()).figures()
+    figures = ReplayReport.of(ReplayRecord()).as_json()
     assert figures["mean_requests"] == figures["hit_rate"] == figures["mean_run_rows"] == 0.0
     assert figures["waste"] == {"padding": 0, "fragmentation": 0, "rounding": 0, "total": 0}

@@ -27,13 +27,21 @@ def test_a_made_up_trace_survives_a_file(mix: str, tmp_path: Path) -> None:
     assert trace != synthetic(mix, num_requests=50, rate=3.0, seed=5)
 
 
-def test_chats_are_as_long_as_they_say() -> None:
-    trace = synthetic("chat", num_requests=4000, rate=10.0, seed=0)
+def test_single_requests_are_as_long_as_they_say() -> None:
+    trace = synthetic("single", num_requests=4000, rate=10.0, seed=0)
     prompts = sorted(r.prompt_tokens for r in trace)
     outputs = sorted(r.output_tokens for r in trace)
     assert 650 < prompts[2000] < 750
     assert 235 < outputs[2000] < 265
     assert 350 < trace[-1].arrival < 450
+
+
+def test_chats_have_few_system_prompts_and_about_four_turns() -> None:
+    trace = synthetic("chat", num_requests=4000, rate=4.0, seed=0)
+    assert len({request.prefixes[0] for request in trace}) == 8
+    first_turns = sum(len(request.prefixes) == 2 for request in trace)
+    assert 3.5 < len(trace) / first_turns < 4.5
+    assert 235 < sorted(request.output_tokens for request in trace)[2000] < 265
 
 
 def test_an_agents_next_turn_begins_with_all_before_it() -> None:

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from kvstow.errors import SpecError
-from kvstow.plan.alignment import Alignment, Demand
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.models import model_layers
-from kvstow.plan.pack import Site, packed
+from kvstow.plan.pack import Alignment, Demand, Site, packed
 from kvstow.plan.retention import Chunk, Full, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.testing.attention import check_attention, check_in_place, check_latent_attention
@@ -114,7 +113,7 @@ def test_compiled_flex_attention_reads_packed_rows_in_place_when_rows_are_whole_
     a demand which a plan can meet: 16 tokens of 2 × 16 floats are 2048 bytes."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    demand = Demand(stride_multiple=2048)
+    demand = Demand(multiple=2048)
     layout = cache(tokens=16, dim=16, alignment=Alignment(demands=(demand,)))
     compiled = torch.compile(flex_attention, dynamic=False)
     report = check_in_place(paged_flex(compiled), layout)

@@ -8,68 +8,73 @@ from kvstow.offload.disk.files import BLOCK, aligned
 from kvstow.testing.faulty import Fails, FaultyFiles, Unsynced
 
 
-def block(value):
-    memory = aligned(BLOCK)
-    memory[:] = value
-    return memory
-
-
 def made(files, path, value=1):
-    fd = files.open(path, create=True)
-    files.allocate(fd, 0, 2 * BLOCK)
-    files.write(fd, [block(value)], 0)
-    return fd
+    """A file of two blocks; its name."""
+    memory = aligned(2 * BLOCK)
+    memory[:] = value
+    fd = files.create(str(path), direct=True)
+    files.write(fd, [memory])
+    files.close(fd)
+    return str(path)
 
 
 def outcomes(tmp_path, steps):
-    """What is left of a file after a power cut, for many seeds: its bytes, or None."""
+    """What is left of a file after a power cut, for many seeds: its blocks, or None."""
     found = set()
-    for seed in range(40):
+    for seed in range(60):
         path = tmp_path / f"{seed}.kv"
         files = FaultyFiles(keep_unsynced=True)
         steps(files, path)
         files.cut(seed)
-        found.add(path.read_bytes() if path.exists() else None)
+        data = path.read_bytes() if path.exists() else None
+        found.add(data if data is None else (data[:BLOCK], data[BLOCK:]))
     return found
 
 
-OLD, NEW = bytes(2 * BLOCK), b"\1" * BLOCK + bytes(BLOCK)
+NEW, LOST = b"\1" * BLOCK, bytes(BLOCK)
 
 
-def test_a_name_that_was_not_synced_may_be_gone(tmp_path):
+def named(files, path, *, is_synced):
+    temporary = made(files, f"{path}.new")
+    if is_synced:
+        files.sync([temporary])
+    files.rename(temporary, str(path))
+
+
+def test_a_name_that_was_not_synced_may_be_gone_and_a_synced_file_is_whole(tmp_path):
     def steps(files, path):
-        files.sync(made(files, path))
+        named(files, path, is_synced=True)
 
-    assert outcomes(tmp_path, steps) == {None, NEW}
+    assert outcomes(tmp_path, steps) == {None, (NEW, NEW)}
 
 
-def test_a_name_that_was_synced_stays(tmp_path):
+def test_what_is_synced_with_others_stays_with_its_name(tmp_path):
     def steps(files, path):
-        files.sync(made(files, path))
-        files.sync_directory(tmp_path)
+        named(files, path, is_synced=False)
+        files.sync([str(path), made(files, f"{path}.other")])
 
-    assert outcomes(tmp_path, steps) == {NEW}
+    assert outcomes(tmp_path, steps) == {(NEW, NEW)}
 
 
-def test_bytes_and_length_that_were_not_synced_may_be_as_before(tmp_path):
+def test_bytes_and_length_that_were_not_synced_may_be_lost(tmp_path):
     def steps(files, path):
-        made(files, path)
-        files.sync_directory(tmp_path)
+        named(files, path, is_synced=False)
 
-    assert outcomes(tmp_path, steps) == {b"", OLD, NEW}
+    found = outcomes(tmp_path, steps)
+    assert {None, (NEW, NEW), (LOST, NEW), (NEW, LOST), (LOST, LOST)} <= found
+    assert any(each is not None and len(each[0] + each[1]) < 2 * BLOCK for each in found)
 
 
-def test_a_file_that_was_removed_may_be_back_until_the_directory_is_synced(tmp_path):
+def test_a_file_that_was_removed_may_be_back_until_names_are_synced(tmp_path):
     def removed(files, path):
-        files.sync(made(files, path))
-        files.sync_directory(path.parent)
-        files.remove(path)
+        files.sync([made(files, path), made(files, f"{path}.other")])
+        files.remove(str(path))
 
     def removed_and_synced(files, path):
         removed(files, path)
-        files.sync_directory(path.parent)
+        files.sync([made(files, f"{path}.1"), made(files, f"{path}.2")])
 
-    assert outcomes(tmp_path, removed) == {None, NEW}
+    assert outcomes(tmp_path, removed) == {None, (NEW, NEW)}
     (tmp_path / "other").mkdir()
     assert outcomes(tmp_path / "other", removed_and_synced) == {None}
 
@@ -77,23 +82,22 @@ def test_a_file_that_was_removed_may_be_back_until_the_directory_is_synced(tmp_p
 def test_a_sync_of_one_process_is_good_for_the_writes_of_another(tmp_path):
     disk = Unsynced()
     writer, other = FaultyFiles(unsynced=disk), FaultyFiles(unsynced=disk)
-    made(writer, tmp_path / "shared.kv")
-    fd = other.open(tmp_path / "shared.kv")
-    other.sync(fd)
-    other.sync_directory(tmp_path)
+    names = [made(writer, tmp_path / name) for name in ("one.kv", "two.kv")]
+    other.sync(names)
     assert disk.cut(1) == 0
-    assert (tmp_path / "shared.kv").read_bytes() == NEW
+    assert (tmp_path / "one.kv").read_bytes() == NEW + NEW
 
 
-@pytest.mark.parametrize("operation", ["sync_directory", "remove"])
-def test_names_cannot_be_synced_or_removed_where_that_fails(tmp_path, operation):
-    files = FaultyFiles(
-        lambda op, n: Fails(errno.EIO) if op == operation else None, keep_unsynced=True
-    )
-    files.sync(made(files, tmp_path / "a.kv"))
+@pytest.mark.parametrize("operation", ["sync", "remove", "rename", "link"])
+def test_an_operation_that_fails_has_not_happened(tmp_path, operation):
+    files = FaultyFiles(lambda op, n: Fails(errno.EIO) if op == operation else None)
+    name = made(files, tmp_path / "a.kv")
+    calls = {
+        "sync": lambda: files.sync([name]),
+        "remove": lambda: files.remove(name),
+        "rename": lambda: files.rename(name, f"{name}.b"),
+        "link": lambda: files.link(name, f"{name}.b"),
+    }
     with pytest.raises(OSError, match="Input/output"):
-        files.sync_directory(tmp_path) if operation == "sync_directory" else files.remove(
-            tmp_path / "a.kv"
-        )
-    assert (tmp_path / "a.kv").exists()
-    assert files.cut(3) + files.cut(3) <= 1  # the name, once
+        calls[operation]()
+    assert [file.name for file in tmp_path.iterdir()] == ["a.kv"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvstow.plan.alignment import Alignment
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode
+from kvstow.plan.pack import Alignment
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType
 from kvstow.transfer.digests import digests
@@ -204,7 +204,7 @@ def test_a_restarted_consumer_is_served_like_a_new_one(couple):
 # ── cables ────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("direction", ["read", "write", "rows"])
+@pytest.mark.parametrize("direction", ["read", "write", "slots"])
 def test_a_cut_cable_is_a_timeout_and_heals(nodes, fabric, direction):
     producer, consumer = nodes
     assert_works(producer, consumer)
@@ -219,7 +219,7 @@ def test_a_cut_cable_is_a_timeout_and_heals(nodes, fabric, direction):
     assert_works(producer, consumer, salt=3)
 
 
-@pytest.mark.parametrize("direction", ["read", "write", "rows"])
+@pytest.mark.parametrize("direction", ["read", "write", "slots"])
 def test_a_killed_engine_is_a_peer_error(nodes, fabric, direction):
     producer, consumer = nodes
     assert_works(producer, consumer)
@@ -292,7 +292,7 @@ def test_a_lease_that_ran_out_before_the_pull_is_an_error(nodes):
     assert_failed(consumer.pull([ticket], TARGET), "expired")
 
 
-@pytest.mark.parametrize("direction", ["read", "write", "rows"])
+@pytest.mark.parametrize("direction", ["read", "write", "slots"])
 def test_rows_reused_in_the_middle_of_a_pull_are_never_accepted(fabric, direction):
     """The previous prompt's answer: what went wrong elsewhere."""
     producer, consumer, tripped = None, None, []

@@ -22,10 +22,11 @@ from kvstow.plan.identity import Identity
 from kvstow.plan.manifest import encode
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.channel.messages import RegionCard, TellDigest
+from kvstow.transfer.channel.messages import Claim, RegionCard, TellDigest
+from kvstow.transfer.tickets.owner import ids_of
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
-from transfer_node import IDENTITY, Node, from_json, hybrid_layout, rows_for
+from transfer_node import CANARY, IDENTITY, Node, from_json, hybrid_layout, rows_for
 from waiting import wait_for
 
 TOKENS = 18
@@ -283,21 +284,36 @@ def test_a_ticket_for_another_layout_than_the_peer_has_is_refused(scene):
 # ── writers, copies, slots ────────────────────────────────────────────────────────────
 
 
-def test_a_writer_that_dies_fails_its_own_pull_and_its_rows_stay_put_until_a_fresh_engine(scene):
-    writer = scene.add("q")
-    consumer = scene.consumer
-    assert "error" not in scene.pulled(writer.offer(OTHER_SOURCE, TOKENS), direction="write")
-    ticket = writer.offer(OTHER_SOURCE, TOKENS)
-    names = [node.agent.endpoint.transport.name for node in (writer, consumer)]
-    scene.fabric.cut(*names)
-    number = consumer.begin_pull([ticket], OTHER_TARGET, direction="write")
-    wait_for(lambda: bool(writer.agent.endpoint.flights))
-    scene.fabric.kill(names[0])
-    scene.fabric.reconnect(*names)
+def test_a_writer_that_dies_fails_its_own_pull_and_its_rows_stay_put_until_a_fresh_engine():
+    """What it had sent lies in sockets of our engine, and lands as long as that engine lives."""
+    fabric, is_late = Fabric(), threading.Event()
+    fabric.lands = is_late.is_set
+    writer, consumer = (
+        Node(encode(LAYOUT), fabric, name=name, options={**HURRY, "contact_seconds": 0.3})
+        for name in "pc"
+    )
+    writer.fill(SOURCE)
+    consumer.path(writer.address)
+    engines = [node.agent.endpoint.transport for node in (writer, consumer)]
+    names = [engine.name for engine in engines]
+    fabric.cut(*names)
+    number = consumer.begin_pull([writer.offer(SOURCE, TOKENS)], TARGET, direction="write")
+    wait_for(lambda: bool(engines[0].writes))
+    writer.agent.loop.stop()
+    fabric.kill(names[0])
+    fabric.reconnect(*names)
     assert consumer.end_pull(number)["kind"] == "peer"
-    assert not consumer.wait_quiet(number, 0.3)
-    scene.finish()
-    assert not consumer.wait_quiet(number, 0)
+    assert not consumer.wait_quiet(number, 1.0)
+    assert consumer.held() > 0
+    hurry(consumer)
+    assert consumer.wait_quiet(number, 15)
+    assert consumer.agent.endpoint.transport.name != names[1]
+    consumer.wipe()
+    is_late.set()
+    time.sleep(0.1)
+    assert (consumer.memory == CANARY).all()
+    for node in (consumer, writer):
+        node.close()
 
 
 def test_a_failed_staging_copy_fails_its_own_pull_and_gives_its_slots_back():
@@ -307,13 +323,13 @@ def test_a_failed_staging_copy_fails_its_own_pull_and_gives_its_slots_back():
     for _ in range(6):  # more than there are slots
         staging.agent.endpoint.arena = Arena(hybrid_layout(num_slabs=2))
         ticket = staging.offer(OTHER_SOURCE, TOKENS)
-        result = scene.pulled(ticket, direction="staged", digest="off")
+        result = scene.pulled(ticket, direction="slots", digest="off")
         assert result["kind"] == "transport", result
         staging.agent.endpoint.arena = good
     stage = staging.agent.endpoint.stage
     wait_for(lambda: stage.num_free == 4)
     ticket = staging.offer(OTHER_SOURCE, TOKENS)
-    assert "error" not in scene.pulled(ticket, direction="staged")
+    assert "error" not in scene.pulled(ticket, direction="slots")
     scene.finish()
     for node in scene.nodes:
         node.close()
@@ -409,10 +425,11 @@ def test_tickets_outlive_the_engine_and_a_healthy_pull_ends_before_it_is_replace
 @pytest.mark.parametrize("is_met", [True, False])
 def test_a_pull_that_waits_for_the_fresh_engine_is_not_ended_with_the_old_one(is_met):
     """What moves when an engine is closed ends with it; what has not begun goes on."""
-    fabric = Fabric()
+    fabric, layout = Fabric(), hybrid_layout(num_slabs=36)
+    first, second = (rows_for(layout, TOKENS, 5, among=among) for among in ((12, 24), (24, 36)))
     options = {**HURRY, "drain_seconds": 2.0, "quarantine_seconds": 0.1, "direction": "read"}
     stuck, good, consumer = (
-        Node(encode(LAYOUT), fabric, name=name, options=options) for name in ("stuck", "good", "c")
+        Node(encode(layout), fabric, name=name, options=options) for name in ("stuck", "good", "c")
     )
     good.fill(SOURCE, 2)
     consumer.path(stuck.address)
@@ -422,7 +439,7 @@ def test_a_pull_that_waits_for_the_fresh_engine_is_not_ended_with_the_old_one(is
     fabric.cut(*names)
     pulls = [
         consumer.begin_pull([stuck.offer(rows, TOKENS)], rows, deadline=deadline)
-        for rows, deadline in ((OTHER_SOURCE, 10.0), (OTHER_TARGET, 0.2))
+        for rows, deadline in ((first, 10.0), (second, 0.2))
     ]
     wait_for(lambda: consumer.agent.endpoint.is_draining)
     result = consumer.pull([good.offer(SOURCE, TOKENS)], TARGET, digest="always")
@@ -571,7 +588,9 @@ def test_another_computation_of_the_same_shape_is_refused_in_words(scene):
     with Agent(arena, Pool(LAYOUT), transport=LocalTransport(scene.fabric), identity=identity) as a:
         ids = {0: Blocks.first(np.asarray(a.endpoint.owner.hold(0, 5)))}
         ticket = a.offer_blocks(ids, 20)
-        result = scene.pulled(str(ticket))
+        with pytest.raises(TransferError, match="weights, configuration, adapter or salt differ"):
+            scene.pulled(str(ticket))
+        result = scene.pulled(forged(str(ticket), identity=IDENTITY.digest))
         assert result["kind"] == "refused"
         assert "another" in result["error"]
         a.endpoint.owner.release(0, ids[0].ids)
@@ -667,10 +686,11 @@ def test_rows_are_unknown_before_their_pull_can_end(monkeypatch):
 
     begun: list[list[bool]] = []
     monkeypatch.setattr(node.agent.pulls, "begin", lambda *how: begun.append(unknown()))
-    monkeypatch.setattr(node.agent.loop, "submit", lambda command: command())
+    monkeypatch.setattr(node.agent.loop, "submit", lambda command, on_error: command())
     node.agent.pull(ticket, into=into)
     assert begun == [[True] * len(into)]
     monkeypatch.undo()
+    node.agent._owner.end_writing(ids_of(into))
     for g, listed in into.items():
         node.owner.release(g, listed.ids)
         node.owner.trust(g, listed.ids)
@@ -678,3 +698,134 @@ def test_rows_are_unknown_before_their_pull_can_end(monkeypatch):
     with pytest.raises(TransferError, match="closed"):
         node.agent.pull(ticket, into=into)
     assert unknown() == [False] * len(into)
+
+
+# ── a retry, a command, a callback that fails ─────────────────────────────────────────
+
+
+def test_a_retry_into_rows_that_are_not_quiet_is_refused_and_harms_nobody():
+    """It used to poison the agent: every later call raised, for healthy rows too."""
+    fabric = Fabric()
+    producer = Node(encode(LAYOUT), fabric, name="p", options=HURRY)
+    owner = Pool(LAYOUT)
+    held = {0: Blocks.first(owner.hold(0, 5)), 1: Blocks.first(owner.hold(1, 5))}
+    held[2] = Blocks.first(owner.hold(2, 1))
+    other = {g: Blocks.first(owner.hold(g, len(held[g]))) for g in held}
+    arena, local = Arena(LAYOUT), LocalTransport(fabric)
+    with Agent(arena, owner, transport=local, identity=IDENTITY) as agent:
+        producer.fill(SOURCE)
+        ticket = Ticket.parse(producer.offer(SOURCE, TOKENS, readers=9))
+        agent.pull(ticket, into=held).wait(10)
+        names = producer.agent.endpoint.transport.name, local.name
+        fabric.cut(*names)
+        failed = agent.pull(ticket, into=held, deadline=0.2)
+        with pytest.raises(TransferError, match="may still write to 5 of 5 blocks"):
+            agent.pull(ticket, into=held)
+        with pytest.raises(TransferError, match="no end within"):
+            failed.wait(10)
+        with pytest.raises(TransferError, match="may still write to 5 of 5 blocks"):
+            agent.pull(ticket, into=held)
+        fabric.reconnect(*names)
+        agent.pull(ticket, into=other).wait(10)
+        assert failed.wait_quiet(10)
+        agent.pull(ticket, into=held).wait(10)
+        for blocks in (held, other):
+            for g, listed in blocks.items():
+                owner.release(g, listed.ids)
+        agent.settle()
+        assert [owner.num_held(g) for g in held] == [0, 0, 0]
+    producer.close()
+
+
+def test_what_fails_while_settling_ends_nothing_else_and_is_counted(caplog):
+    node = Node(encode(LAYOUT), Fabric(), name="p", options=HURRY)
+    done: list[int] = []
+
+    def fails() -> None:
+        raise BlockError("planted")
+
+    node.agent._owner.defer(fails)
+    node.agent._owner.defer(lambda: done.append(1))
+    node.agent.settle()
+    assert done == [1]
+    assert "planted" in caplog.text
+    assert node.metric("kvstow_transfer_errors_total", what="a deferred call") == 1
+    node.close()
+
+
+def test_a_pull_that_cannot_begin_ends_and_gives_its_rows_back(scene, monkeypatch):
+    """It was only logged, and whoever waited for it did so for ever."""
+    ticket = scene.producer.offer(SOURCE, TOKENS)
+
+    def fails(*how: Any) -> None:
+        raise ValueError("planted")
+
+    held = scene.consumer.held()
+    with monkeypatch.context() as planted:
+        planted.setattr(scene.consumer.agent.pulls, "begin", fails)
+        number = scene.consumer.begin_pull([ticket], OTHER_TARGET)
+        result = scene.consumer.end_pull(number, 5)
+    assert "planted" in result["error"]
+    assert scene.consumer.wait_quiet(number, 0)
+    assert scene.consumer.held() == held
+    assert "error" not in scene.pulled(scene.add("q").offer(OTHER_SOURCE, TOKENS))
+    scene.finish()
+
+
+def test_rows_are_given_back_where_a_pull_is_not_even_submitted(scene, monkeypatch):
+    def fails(**how: Any) -> None:
+        raise ValueError("planted")
+
+    held = scene.consumer.held()
+    ticket = scene.producer.offer(SOURCE, TOKENS)
+    monkeypatch.setattr("kvstow.transfer.agent.Order", fails)
+    with pytest.raises(ValueError, match="planted"):
+        scene.pulled(ticket)
+    monkeypatch.undo()
+    assert scene.consumer.held() == held
+    assert "error" not in scene.pulled(scene.add("q").offer(OTHER_SOURCE, TOKENS))
+    scene.finish()
+
+
+# ── nothing grows without bound ───────────────────────────────────────────────────────
+
+
+def test_agents_that_nobody_needs_are_forgotten(scene, monkeypatch):
+    monkeypatch.setattr("kvstow.transfer.peers.outgoing.MOST_PEERS", 4)
+    peers = scene.consumer.agent.peers
+    for port in range(2, 40):
+        peers.at(f"tcp://127.0.0.1:{port}", "")
+    wait_for(lambda: len(peers.all) <= 4)
+    assert scene.producer.address in {address for address, _ in peers.all}, "it is being read"
+    scene.finish()
+
+
+def test_dead_engines_and_claims_of_peers_are_remembered_in_bounded_numbers(scene):
+    endpoint = scene.consumer.agent.endpoint
+    for number in range(2000):
+        endpoint.note_gone(f"engine-{number}")
+    assert len(endpoint.gone) <= 1024
+    assert "engine-1999" in endpoint.gone
+    (guest,) = scene.producer.agent.server.incoming.values()
+    layers = tuple(LAYOUT.layers)
+    for number in range(100):
+        guest.share((Claim(layers[:1], (("k", (((0, 1), (0, number % 3 + 1)),)),)),) * number)
+    assert len(guest._shares) <= 16
+    scene.finish()
+
+
+# ── adapter and salt ──────────────────────────────────────────────────────────────────
+
+
+def test_a_plain_pull_compares_adapter_and_salt_of_the_request(scene):
+    """Equal layouts and weights do not make requests of two tenants one."""
+    mine = IDENTITY.for_request(salt="tenant a")
+    other = scene.add("q")
+    ticket = Ticket.parse(other.offer(OTHER_SOURCE, TOKENS, identity=mine))
+    into = from_json(OTHER_TARGET)
+    pull = scene.consumer.agent.pull
+    for theirs in (None, IDENTITY.for_request(salt="tenant b"), IDENTITY):
+        with pytest.raises(TransferError, match="adapter or salt differ"):
+            pull(ticket, into=into, identity=theirs)
+    pull(ticket, into=into, identity=mine).wait(10)
+    scene.finish()

@@ -12,7 +12,7 @@ import pytest
 from kvstow.errors import TransferError
 from kvstow.plan.manifest import encode
 from kvstow.transfer.channel.messages import Begun, Stopped
-from kvstow.transfer.loop import IDLE, Loop, Mailbox, Task, together
+from kvstow.transfer.loop import IDLE, MAX_UNREAD, Loop, Mailbox, Task, together
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, hybrid_layout, rows_for
 
@@ -213,6 +213,14 @@ def test_a_mailbox_keeps_messages_by_kind_and_wakes_its_story():
     assert mailbox.has(Stopped)
     assert not mailbox.has(Begun)
     assert len(woken) == 3
+
+
+def test_a_mailbox_that_overflows_says_so():
+    mailbox = Mailbox(lambda: None)
+    for number in range(MAX_UNREAD):
+        mailbox.put(Begun(number))
+    with pytest.raises(TransferError, match="256 Begun messages are unread"):
+        mailbox.put(Begun(0))
 
 
 def test_a_closed_loop_takes_nothing(loop):

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import strategies
-from kvstow.plan.alignment import Alignment
 from kvstow.plan.manifest import encode
+from kvstow.plan.pack import Alignment
 from kvstow.plan.retention import Chunk, Full, State, Window
 from kvstow.plan.spec import DType
 from kvstow.transfer.transport.local import Fabric
@@ -101,7 +101,7 @@ def run(
 @pytest.mark.parametrize("name", FIXED)
 @pytest.mark.parametrize("transport", ["local", "nixl"])
 def test_every_rank_gets_exactly_its_bytes(other, transport, name):
-    ways = ("read", "rows", "write")
+    ways = ("read", "slots", "write")
     direction = ways[(list(FIXED).index(name) + (transport == "nixl")) % len(ways)]
     if transport == "local":
         fabric = Fabric()
@@ -121,7 +121,7 @@ def test_every_rank_gets_exactly_its_bytes(other, transport, name):
 
 
 @pytest.mark.parametrize("tokens", [(0, 1), (0, 16), (16, 90), (17, 18), (33, 90), (64, 90)])
-@pytest.mark.parametrize("direction", ["read", "write", "rows"])
+@pytest.mark.parametrize("direction", ["read", "write", "slots"])
 def test_only_the_rest_of_a_prefix_moves(tokens, direction):
     fabric = Fabric()
 
@@ -144,5 +144,5 @@ def test_random_servings_of_random_models_agree(data):
     def here(manifest: bytes, name: str) -> Node:
         return Node(manifest, fabric, name=name)
 
-    direction = data.draw(st.sampled_from(["read", "write", "rows"]))
+    direction = data.draw(st.sampled_from(["read", "write", "slots"]))
     run(here, here, (kinds, source, destination), (0, num_tokens), direction)

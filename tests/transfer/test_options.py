@@ -26,9 +26,3 @@ def test_a_staging_slot_has_a_least_size(slot_bytes):
 def test_a_way_or_a_policy_that_there_is_not_is_refused(word):
     with pytest.raises(SpecError, match=f"{next(iter(word))} is .*\n\nhint: one of"):
         Options(**word)
-
-
-@pytest.mark.parametrize("engines", [0, 3, 100])
-def test_no_more_engines_than_there_are_read_at_once(engines):
-    with pytest.raises(SpecError, match=f"engines is {engines}"):
-        Options(engines=engines)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstow.errors import TransferError
@@ -11,7 +12,8 @@ from kvstow.plan.group import grouped
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
-from kvstow.transfer.pull import meet
+from kvstow.route.blocks import Blocks, Tokens
+from kvstow.transfer.pull import meet, written_rows
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, attention, hybrid_layout, rows_for
 from waiting import wait_for
@@ -111,13 +113,13 @@ def test_few_blocks_of_a_large_pool_are_fenced(other, count):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"), [(64, 64), (64, None), (None, 64), (1 << 20, 128), (40, 1 << 16)]
+    ("theirs", "ours"), [(64, 64), (1 << 20, 128), (40, 1 << 16), (None, None)]
 )
 @pytest.mark.parametrize("transport", ["local", "nixl"])
-def test_rows_may_go_through_slots_on_either_side_or_both(other, transport, theirs, ours):
+def test_rows_may_go_through_slots_of_any_size(other, transport, theirs, ours):
     fabric, manifest = Fabric(), encode(hybrid_layout())
     source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
-    name = f"staging-{theirs}-{ours}"
+    name = f"slots-{theirs}-{ours}"
     if transport == "local":
         producer = Node(manifest, fabric, name=name, options={"slot_bytes": theirs})
         consumer = Node(manifest, fabric, options={"slot_bytes": ours})
@@ -128,19 +130,12 @@ def test_rows_may_go_through_slots_on_either_side_or_both(other, transport, thei
         producer.fill(source, salt)
         consumer.wipe()
         ticket = producer.offer(source, TOKENS)
-        stats = consumer.pull([ticket], target, direction="staged", digest="always")
-        assert stats.get("directions") == ["staged"], stats
+        stats = consumer.pull([ticket], target, direction="slots", digest="always")
+        assert stats.get("directions") == ["slots"], stats
         assert consumer.check(target, 0, TOKENS, salt) == ""
     wait_for(lambda: producer.held() == 0)
     consumer.close()
     producer.close()
-
-
-def test_staging_without_any_slots_is_refused(pair):
-    producer, consumer = pair
-    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
-    refused = consumer.pull([producer.offer(source, TOKENS)], target, direction="staged")
-    assert refused["kind"] == "refused"
 
 
 def test_what_happened_is_counted_and_told(pair):
@@ -216,7 +211,7 @@ def test_a_producer_that_was_started_again_is_greeted_anew_and_its_old_tickets_h
 class UnnoticedRestart:
     """A peer that was started again, which nothing but a new ticket tells."""
 
-    name, fingerprint, state = "producer", "f", "ready"
+    name, fingerprint, state, ticket_key = "producer", "f", "ready", b""
     card = SimpleNamespace(start=1)
     was_asked = False
 
@@ -226,7 +221,7 @@ class UnnoticedRestart:
         return
         yield
 
-    def heard_again(self):
+    def ping(self):
         self.was_asked = True
         yield 1.0
 
@@ -236,7 +231,9 @@ def test_a_peer_that_seems_ready_is_greeted_again_for_a_ticket_of_another_start(
     peer = UnnoticedRestart()
     source: Any = SimpleNamespace(
         peer=peer,
-        ticket=SimpleNamespace(start=start, fingerprint="f", blocks={}),
+        ticket=SimpleNamespace(
+            start=start, fingerprint="f", blocks={}, is_signed_by=lambda key: True
+        ),
         layout=hybrid_layout(),
         fault=lambda what, kind: TransferError(what, kind=kind),
     )
@@ -250,3 +247,12 @@ def test_a_peer_that_seems_ready_is_greeted_again_for_a_ticket_of_another_start(
         with pytest.raises(TransferError, match="earlier start"):
             next(story)
     assert peer.card.start == 2
+
+
+def test_the_row_in_which_a_pull_begins_is_written_to():
+    """It is distrusted while the pull runs, and quarantined if that fails."""
+    layout = packed(grouped([attention("a", Full())]), num_slabs=8)
+    into = {0: Blocks.first(np.arange(1, 5))}
+    for start, first in ((0, 0), (3, 0), (4, 1), (6, 1), (7, 1), (8, 2)):
+        written = written_rows(layout, into, Tokens(start, 16))[0]
+        assert written.tolist() == [row >= first for row in range(4)], start

@@ -15,7 +15,7 @@ from kvstow.transfer.channel.framing import decode
 from kvstow.transfer.channel.messages import AnyMessage, Begin, Ids, Refused, Sample, Stop, Write
 from kvstow.transfer.options import Options
 from kvstow.transfer.server import MOST_STOPPED
-from kvstow.transfer.tickets.generations import Generations
+from kvstow.transfer.tickets.owner import Generations
 from kvstow.transfer.tickets.ticket import MAX_TOKENS, packed_ints
 from kvstow.transfer.transport.base import lost
 from kvstow.transfer.transport.local import Fabric, LocalTransport
@@ -47,10 +47,10 @@ class Pair:
             transport=LocalTransport(self.fabric),
             identity=IDENTITY,
             name=name,
-            channel=SimChannel(self.network, f"sim://{name}", self.random),
+            channel=SimChannel(self.network, f"sim://{name}"),
             clock=self.clock,
             random=self.random,
-            options=Options(direction="write", engines=1, digest="off"),
+            options=Options(direction="write", digest="off"),
         )
 
     def rounds(self, count: int, *hold: type[AnyMessage]) -> None:
@@ -58,7 +58,7 @@ class Pair:
         for _ in range(count):
             packets, self.network.packets = self.network.packets, []
             for packet in packets:
-                if isinstance(decode(packet.data).message, hold):
+                if isinstance(decode(packet.data), hold):
                     self.held.append(packet)
                 else:
                     self.network.deliver(packet)

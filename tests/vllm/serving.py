@@ -18,7 +18,10 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstow.observe import vllm_counts
+from kvstow.adapters.vllm.counts import vllm_counts
+
+CPU_ROWS = str(Path(__file__).parent / "cpu_rows")
+"""A plugin of vLLM's: rows on CPUs."""
 
 START_SECONDS = 600
 ANSWER_SECONDS = 600
@@ -163,10 +166,11 @@ def environment(launch: Launch) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "INFO",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    if launch.rows:
-        own["KVSTOW_VLLM_CPU_ROWS"] = "1"
     ours = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # these tests' alone
-    return {**ours, **own, **launch.environment}
+    merged = {**ours, **own, **launch.environment}
+    if launch.rows:
+        merged["PYTHONPATH"] = os.pathsep.join([CPU_ROWS, merged.get("PYTHONPATH", "")])
+    return merged
 
 
 def command(launch: Launch, port: int) -> list[str]:

@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import START_SECONDS, Launch, environment
 
-from kvstow.observe import vllm_counts
+from kvstow.adapters.vllm.counts import vllm_counts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 

@@ -110,7 +110,7 @@ class Desk:
         connector: Any = self.scheduler.connector
         ours = (connector._connectors[0] if self._among_others else connector)._scheduler_side
         producer = SchedulerSide(
-            ours._groups, NUM_BLOCKS, ConnectorOptions(), identity=ours._weights.identity
+            ours._offers._groups, NUM_BLOCKS, ConnectorOptions(), identity=ours._weights.identity
         )
         worker = WorkerEndpoint(
             agent="prefill-0-0",
@@ -122,7 +122,7 @@ class Desk:
         producer.meet([worker])
         ids = tuple(range(1, 1 + -(-len(prompt) // BLOCK)))
         asked = EngineRequest(id="p", tokens=prompt, params={"do_remote_decode": True})
-        _, params = producer.finished(asked, (ids,) * len(ours._groups), len(prompt) - 1)
+        _, params = producer.finished(asked, (ids,) * len(ours._offers._groups), len(prompt) - 1)
         assert params is not None
         return params
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from tiny import Remote, started
-from vllm_engines import LLAMA, SMALL, Prompts
+from vllm_engines import LLAMA, SMALL, Prompts, connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -15,6 +15,8 @@ NUM_BLOCKS = 40
 DRAW = Prompts(SMALL["vocab_size"])
 
 Pair = tuple[Remote, Remote, int]
+
+OFFLOADS = {"host_bytes": 1 << 26}
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda ranks: f"tp{ranks}")
@@ -53,3 +55,47 @@ def test_a_ticket_is_honoured_though_the_engine_that_gave_it_takes_no_step(pair:
     after = decode.counts()
     assert after["pull accepted"] - before == ranks
     assert "pull ticket" not in after
+
+
+@pytest.fixture(scope="module", params=["alone", "first", "second"])
+def storing(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Remote]:
+    """An engine with tiers; the connector alone, or one of two in vLLM's MultiConnector."""
+    levels = {"alone": "INFO", "first": "DEBUG", "second": "WARNING"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_LOGGING_LEVEL", levels[request.param])
+        folder = tmp_path_factory.mktemp("model")
+        kvstow = connector("kvstow", **OFFLOADS)
+        example = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path_factory.mktemp("e"))},
+        }
+        pair = [kvstow, example] if request.param == "first" else [example, kvstow]
+        several = {**kvstow, "kv_connector": "MultiConnector", "kv_connector_module_path": None}
+        several["kv_connector_extra_config"] = {"connectors": pair}
+        transfer = kvstow if request.param == "alone" else several
+        engine = started(folder, LLAMA, NUM_BLOCKS, transfer=transfer)
+        yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_no_block_is_held_once_a_batch_is_over(storing: Remote, max_tokens: int):
+    storing.run([{"prompt": DRAW(200), "max_tokens": max_tokens} for _ in range(12)], 12)
+    assert storing.reset()
+
+
+def test_a_prompt_comes_back_from_the_tiers_of_an_engine_in_process(
+    storing: Remote, request: pytest.FixtureRequest
+):
+    """Counts are told at every step: a connector that vLLM does not know by name would end it."""
+    prompt = DRAW(300)
+    before = storing.first({"prompt": prompt})["text"]
+    assert storing.reset()
+    assert storing.first({"prompt": prompt})["text"] == before
+    is_asked_second = "second" in request.node.name  # then the other one has it, too, and loads it
+    assert ("restored tokens" in storing.counts()) is not is_asked_second
+    assert storing.counts()["stored rows"] > 0

@@ -1,19 +1,13 @@
-"""`kvstow route-requests --by prefix` in front of two real servers with host and disk tiers.
+"""Dynamo's selector in front of two real servers with host and disk tiers.
 
-What lies where is read from vLLM's own replay socket, as plain MessagePack. Whom the router chose
-is said by its counters, and by both servers' counts of requests and of tokens that they did not
-have to compute. Requests go one by one, so that no server is ever busier than the other.
+What lies where is read from vLLM's own replay socket, as plain MessagePack.
 """
 
 import asyncio
 import json
-import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,8 +29,6 @@ HELD = 2 * BLOCK
 
 DEVICE_BLOCKS, HOST_BLOCKS = 20, 28
 DEVICE, HOST, DISK = "GPU", "CPU", "STORAGE"
-TIERS = {"device": DEVICE, "host": HOST, "disk": DISK}
-TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 
 
 def prompt(seed: int, count: int = HELD + 20) -> list[int]:
@@ -46,26 +38,6 @@ def prompt(seed: int, count: int = HELD + 20) -> list[int]:
 def forked(seed: int) -> list[int]:
     """A prompt with the whole blocks of another one, and an end of its own."""
     return prompt(seed)[:HELD] + prompt(seed + 500, 30)
-
-
-def until(is_so: Callable[[], bool], seconds: float = 120) -> None:
-    limit = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < limit, "it never came to be"
-        time.sleep(0.2)
-
-
-def metrics(url: str) -> dict[str, float]:
-    """Every sample, by name and labels as they are printed; vLLM's with the names alone, summed."""
-    with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    found: dict[str, float] = {}
-    for line in lines:
-        if not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            name = name.partition("{")[0] if name.startswith("vllm:") else name
-            found[name] = found.get(name, 0.0) + float(value)
-    return found
 
 
 # ── two servers ───────────────────────────────────────────────────────────────────────
@@ -163,137 +135,6 @@ def engines(
         yield made
 
 
-# ── the router ────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Answered:
-    """Who answered a request, and how many tokens it had on its device or in its tiers."""
-
-    engine: int
-    device: float
-    tiers: float
-
-
-class Router:
-    """A running router in front of the engines."""
-
-    def __init__(self, url: str, engines: list[Engine]) -> None:
-        self.url = url
-        self.engines = engines
-
-    def knows(self) -> bool:
-        """Whether it has heard all that the engines have said."""
-        found = metrics(self.url)
-        return all(
-            found.get(known(engine.server.url, tier), 0)
-            == sum(medium in media for media in places.values())
-            for engine in self.engines
-            for places in [engine.places()]
-            for tier, medium in TIERS.items()
-        )
-
-    def ask(self, path: str = "/v1/completions", **body: Any) -> Answered:
-        """Send a request; who answered it by both servers' word, and by the router's."""
-        before = [metrics(engine.server.url) for engine in self.engines]
-        chosen = metrics(self.url)
-        whole = {"model": "smollm2", "max_tokens": 2, "temperature": 0, **body}
-        request = urllib.request.Request(
-            self.url + path, json.dumps(whole).encode(), {"Content-Type": "application/json"}
-        )
-        urllib.request.urlopen(request, timeout=600).close()
-        deltas: list[dict[str, float]] = []
-
-        def is_counted() -> bool:
-            deltas[:] = [
-                {name: value - old.get(name, 0) for name, value in metrics(each.server.url).items()}
-                for each, old in zip(self.engines, before, strict=True)
-            ]
-            return any(delta["vllm:request_success_total"] for delta in deltas)
-
-        until(is_counted)
-        (which,) = [i for i in (0, 1) if deltas[i]["vllm:request_success_total"]]
-        said = {
-            url: value - chosen.get(url, 0)
-            for url, value in metrics(self.url).items()
-            if url.startswith("kvstow_router_answers_total")
-        }
-        url = self.engines[which].server.url
-        own = f'kvstow_router_answers_total{{kind="decode",url="{url}"}}'
-        assert {name: value for name, value in said.items() if value} == {own: 1.0}
-        hits = "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"
-        return Answered(which, *(deltas[which][name] for name in hits))
-
-
-def known(url: str, tier: str) -> str:
-    return f'kvstow_router_prefix_blocks{{tier="{tier}",url="{url}"}}'
-
-
-@contextmanager
-def router(engines: list[Engine], logs: Path, *, replay: bool = True) -> Iterator[Router]:
-    port = free_port()
-    command = [sys.executable, "-m", "kvstow", "route-requests", "--port", str(port)]
-    command += ["--by", "prefix", "--silence-seconds", "300"]
-    for engine in engines:
-        heard = f"{engine.events},{engine.replay}" if replay else engine.events
-        command += ["--decode", engine.server.url, "--events", f"{engine.server.url}={heard}"]
-    with (logs / f"router-{port}.log").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until(lambda: is_healthy(url))
-        yield Router(url, engines)
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def is_healthy(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url + "/health", timeout=5).close()
-        return True
-    except OSError:
-        return False
-
-
-# ── tests ─────────────────────────────────────────────────────────────────────────────
-
-
-def test_requests_go_where_their_prefix_is_on_the_device(engines: list[Engine], logs: Path):
-    owners = {10: 0, 11: 1, 12: 1, 13: 0, 14: 1, 15: 0, 16: 0, 17: 1}
-    with router(engines, logs) as front:
-        for seed, owner in owners.items():
-            engines[owner].server.text(prompt(seed), max_tokens=2)
-        until(front.knows)
-        for seed in (15, 14, 17, 10, 16, 13, 11, 12):
-            answered = front.ask(prompt=forked(seed))
-            assert answered == Answered(owners[seed], HELD, 0), seed
-        found = metrics(front.url)
-        assert found['kvstow_router_prompt_tokens_total{where="held"}'] == 8 * HELD
-        assert found['kvstow_router_prompt_tokens_total{where="not held"}'] == 8 * 30
-        nowhere = [front.ask(prompt=prompt(seed)) for seed in (20, 21, 22, 23)]
-    assert sorted(each.engine for each in nowhere) == [0, 0, 1, 1]  # in turn
-    assert {(each.device, each.tiers) for each in nowhere} == {(0, 0)}
-
-
-def test_texts_chats_and_salts_go_where_their_prefix_is(engines: list[Engine], logs: Path):
-    text = {"prompt": TEXT + "Once upon a time"}
-    chat = {"messages": [{"role": "user", "content": "Repeat after me: " + TEXT}]}
-    salted = {"prompt": prompt(40), "cache_salt": "mine"}
-    with router(engines, logs) as front:
-        engines[1].server.ask(TEXT + "There was", max_tokens=2)
-        body = {"model": "smollm2", "max_tokens": 2, **chat}
-        engines[0].server.post("/v1/chat/completions", body)
-        engines[0].server.text(prompt(40), max_tokens=2)
-        engines[1].server.text(prompt(40), max_tokens=2, cache_salt="mine")
-        until(front.knows)
-        for _ in range(2):
-            assert front.ask(**text).engine == 1
-            assert front.ask("/v1/chat/completions", **chat).engine == 0
-            assert front.ask(**salted) == Answered(1, HELD, 0)
-            assert front.ask(prompt=prompt(40)) == Answered(0, HELD, 0)
-
-
 NUM_FILLING = (HOST_BLOCKS + 12) // 2
 """Prompts that fill an engine's host memory, and drive six out of it."""
 
@@ -330,35 +171,6 @@ class Filled:
 @pytest.fixture(scope="module")
 def filled(engines: list[Engine]) -> Filled:
     return Filled(engines)
-
-
-def test_a_late_router_sends_requests_where_their_prefix_is_in_host_memory_or_on_disk_only(
-    filled: Filled, logs: Path
-):
-    """All that this router knows at first was said before it began, and is replayed to it."""
-    with router(filled.engines, logs) as front:
-        until(front.knows)
-        for which, medium in (
-            *((0, HOST), (1, HOST), (1, DISK), (0, DISK)),
-            *((1, HOST), (1, DISK), (0, DISK), (0, HOST)),
-        ):
-            seed = filled.take(which, medium)
-            until(front.knows)
-            assert front.ask(prompt=forked(seed)) == Answered(which, 0, HELD), (seed, medium)
-
-
-def test_a_late_router_without_replay_knows_nothing_and_takes_turns(
-    engines: list[Engine], logs: Path
-):
-    for seed in range(60, 64):
-        engines[0].server.text(prompt(seed), max_tokens=2)
-    engines[0].settled()  # what its tiers tell of these prompts was told before the router came
-    with router(engines, logs, replay=False) as front:
-        chosen = [front.ask(prompt=forked(seed)).engine for seed in range(60, 64)]
-    assert chosen in ([0, 1, 0, 1], [1, 0, 1, 0])
-
-
-# ── Dynamo ────────────────────────────────────────────────────────────────────────────
 
 
 def test_dynamos_selector_chooses_the_engine_that_holds_the_prefix_in_any_tier(filled: Filled):

@@ -117,7 +117,7 @@ def test_kvstow_peers_shows_what_an_engine_lends(pair: Pair):
     a, _ = pair.servers
     said = kvstow("peers", pair.lend[0], "--json")
     (document,) = json.loads(said)
-    assert document["registered_blocks"] >= 4
+    assert document["lent_blocks"] >= 4
     assert document["answers"]["ticket"] >= 1
     assert "smollm2" in document["model"].lower()
     assert a.process.poll() is None

@@ -48,7 +48,7 @@ class Story:
     def restored(self) -> float:
         from prometheus_client import REGISTRY
 
-        from kvstow.observe import vllm_counts
+        from kvstow.adapters.vllm.counts import vllm_counts
 
         return vllm_counts(REGISTRY.collect()).get("restored tokens", 0)
 

@@ -64,12 +64,18 @@ def draw(name: str, parameter: Any, *, tied: bool) -> None:
 
 
 def started(
-    folder: Path, config: dict[str, Any], num_blocks: int, *, ranks: int = 1, **options: Any
+    folder: Path,
+    config: dict[str, Any],
+    num_blocks: int,
+    *,
+    ranks: int = 1,
+    transfer: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Remote:
-    """An engine of a model of that shape, made small, with kvstow's connector."""
+    """An engine of a model of that shape, made small, with kvstow's connector, or another one."""
     checkpoint(folder, config)
     given = FewBlocks(num_blocks=num_blocks, ranks=ranks)
-    engine = Remote(5900, str(folder), given, connector("kvstow", **options))
+    engine = Remote(5900, str(folder), given, transfer or connector("kvstow", **options))
     engine.imported()
     engine.start()
     engine.ready()

@@ -5,6 +5,5 @@ vllm           a KV connector: prefill to decode, and offload
 lmcache        an L2 adapter for LMCache, on a store on disk
 sglang         a storage backend for SGLang's HiCache
 chunks         byte chunks of other engines in stores
-prefill        how long models take to compute prompts
 router         a small HTTP router between prefill and decode instances
 """

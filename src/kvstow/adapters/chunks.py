@@ -28,6 +28,7 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.plan.view import align_up
 
 MOST_SIZES = 16
 ALIGN = 16
@@ -211,7 +212,7 @@ def _chunk_layout(size: int) -> Layout:
     """Rows of `size` bytes that nobody but their engine can read."""
     if size < 1:
         raise StoreError(f"a chunk of {size} bytes")
-    whole = -(-size // ALIGN) * ALIGN
+    whole = align_up(size, ALIGN)
     spec = LayerSpec(
         name="chunk",
         retention=Full(),

@@ -8,15 +8,14 @@ In the order in which a request meets them:
     prefix      PrefixCache: which rows hold the beginning of a prompt
     table       BlockTable: the blocks of every request in one group, and what a step adds
     states      StateTable: running states of recurrent groups, and checkpoints of them
-    pool        Pool: which rows are free, held, cached or in quarantine
+    pool        Pool: holds on rows, and what is in them
     placement   which rows a demand gets, and what is evicted for it
     slabs       Slabs: which group owns which slab
-    rows        GroupRows: the rows of one group, and the lists in which they are found
-    runs        ids that follow one another
+    rows        GroupRows: the state of every row of one group, and the lists to find rows in
 """
 
 from kvstow.blocks.ledger import Admission, Ledger
-from kvstow.blocks.placement import EvictionCandidates, EvictionPolicy, RowDemand, lru
+from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prefix import BlockEvent
 from kvstow.blocks.prompt import Prompt
@@ -26,13 +25,10 @@ from kvstow.blocks.table import RowCopy
 __all__ = [
     "Admission",
     "BlockEvent",
-    "EvictionCandidates",
-    "EvictionPolicy",
     "Ledger",
     "Pool",
     "Prompt",
     "RowCopy",
     "RowDemand",
     "SlabMap",
-    "lru",
 ]

@@ -21,7 +21,7 @@ from kvstow.blocks.pool import Pool
 from kvstow.blocks.prefix import MISS, PrefixCache, PrefixHit
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.requests import Requests
-from kvstow.blocks.runs import NONE
+from kvstow.blocks.rows import NONE
 from kvstow.blocks.states import Checkpoints, StateTable
 from kvstow.blocks.table import (
     BlockTable,
@@ -34,7 +34,7 @@ from kvstow.blocks.table import (
 )
 from kvstow.errors import BlockError, OutOfBlocks
 from kvstow.plan.retention import Encoder, State
-from kvstow.plan.view import Ints
+from kvstow.plan.view import Ints, ceil_div
 from kvstow.route.blocks import Blocks
 
 Handles = int | Sequence[int] | npt.NDArray[np.int64]
@@ -74,7 +74,7 @@ class Ledger:
             else:
                 self._tables[g] = BlockTable(group, gaps=pool.has_gaps(g))
         self._encoders = {
-            g: -(-group.retention.tokens // group.block_tokens)
+            g: ceil_div(group.retention.tokens, group.block_tokens)
             for g, group in enumerate(self.groups)
             if isinstance(group.retention, Encoder)
         }
@@ -108,11 +108,6 @@ class Ledger:
             return blocks
         suspect = self.pool.suspect(g, blocks.ids)
         return Blocks(blocks.ids, blocks.index, partial=blocks.index[suspect])
-
-    def checkpoints(self, request: int) -> dict[int, Blocks]:
-        """By recurrent group, the states that are kept behind the running one."""
-        slot = int(self._requests.slots(request)[0])
-        return {g: states.kept(slot) for g, states in self._states.items()}
 
     def hit_tokens(self, prompt: Prompt) -> int:
         """How many tokens of the prompt need not be computed, if it were admitted now."""
@@ -162,7 +157,7 @@ class Ledger:
         for g, group in enumerate(self.groups):
             if g in self._growing:
                 step = group.block_tokens
-                count = -(-num_tokens // step) - hit.num_tokens // step
+                count = ceil_div(num_tokens, step) - hit.num_tokens // step
                 demands += demands_of(g, self._growing[g], count, num_tokens)
             else:
                 demands.append(RowDemand(g, self._encoders.get(g, 1)))
@@ -197,9 +192,7 @@ class Ledger:
             return ()
         start = hit.num_tokens // table.block_tokens
         table.open(slot, shared.first, start + len(ids))
-        if shared.num_sinks:
-            table.write(slot, 0, shared.ids[: shared.num_sinks])
-        table.write(slot, shared.first, shared.ids[shared.num_sinks :])
+        table.write(slot, shared.first, shared.ids)
         table.write(slot, start, ids)
         return ()
 
@@ -238,26 +231,25 @@ class Ledger:
         growth = self._growth(slots, before, after)
         grows = after > before
         tails = self._shared_tails(slots[grows], before[grows])
-        must, may = self._checkpoints.due(slots[grows], before[grows])
-        singles = [RowDemand(part.group, 1) for part in (*tails, *must)]
+        due = self._checkpoints.due(slots[grows], before[grows])
+        singles = [RowDemand(tail.group, 1) for tail in tails]
         try:
             ids = self.pool.hold_all([*growth.demands, *singles])
         except OutOfBlocks:
             growth.undo(self.pool)
             raise
         rows = [int(part[0]) for part in ids[len(growth.demands) :]]
-        copies = [self._copied(tail, row) for tail, row in zip(tails, rows, strict=False)]
+        copies = [self._copied(tail, row) for tail, row in zip(tails, rows, strict=True)]
         growth.enter(self.pool, ids[: len(growth.demands)])
         if tails:
             self._requests.forked[slots[grows]] = False
-        copies += self._checkpoints.make(must, rows[len(tails) :])
-        return (*copies, *(self._checkpoints.offer(may) if may else ()))
+        return (*copies, *(self._checkpoints.offer(due) if due else ()))
 
     def _growth(self, slots: Ints, before: Ints, after: Ints) -> Growth:
         """The blocks that requests need to grow. Windows move on, whether they fit or not."""
         growth = Growth()
         for g, table in self._growing.items():
-            more = -(-after // table.block_tokens) - table.end[slots]
+            more = ceil_div(after, table.block_tokens) - table.end[slots]
             if table.moves:
                 self._slide(g, slots, before, more, growth)
             wanted = np.nonzero(more)[0]
@@ -343,9 +335,7 @@ class Ledger:
         self._requests.num_stored[slot] = num_tokens
         for g, table in self._growing.items():
             first, end = stored // table.block_tokens, num_tokens // table.block_tokens
-            if first < min(end, table.fixed):
-                self._store(slot, g, first, min(end, table.fixed), prompt, number)
-            first = max(first, table.fixed, int(table.first[slot]))
+            first = max(first, int(table.first[slot]))
             if first < end:
                 self._store(slot, g, first, end, prompt, number)
 
@@ -384,9 +374,8 @@ class Ledger:
             table.copy(slot, twin)
         copies: list[RowCopy] = []
         for (g, states), row in zip(self._states.items(), rows, strict=True):
-            self.pool.share(g, states.kept(slot).ids)
             self.pool.inherit(g, int(states.running[slot]), int(row[0]))
-            states.fork(slot, twin, int(row[0]))
+            states.open(twin, int(row[0]))
             copies.append(RowCopy(g, int(states.running[slot]), int(row[0])))
         self._requests.forked[[slot, twin]] = True
         num_tokens = int(self._requests.num_tokens[slot])

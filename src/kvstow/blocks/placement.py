@@ -8,17 +8,16 @@ What has to be evicted is what was used longest ago: rows of the group's own, or
 slabs of others.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from kvstow.blocks.rows import GroupRows
-from kvstow.blocks.runs import NONE, Where, fewest_runs, ids_at, num_at, num_runs, span
-from kvstow.blocks.slabs import FREE, Slabs
+from kvstow.blocks.rows import FREE, NONE, GroupRows, fewest_runs, num_runs
+from kvstow.blocks.slabs import VACANT, Slabs
 from kvstow.plan.retention import Bools
-from kvstow.plan.view import Ints
+from kvstow.plan.view import Ints, ceil_div
 
 Kind = Literal["lasting", "moving", "single", "brief"]
 """How rows are wanted: in few runs and for long; in few runs, as long as a window sees
@@ -50,75 +49,46 @@ class RowDemand:
     after: Ints | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EvictionCandidates:
-    """Cached rows that may be evicted, those that waited longest first."""
-
-    group: int
-    rows: Ints
-    last_use: Ints
-
-
-EvictionPolicy = Callable[[EvictionCandidates, int], Ints]
-"""Chooses `n` of the candidates to give up: positions among them."""
-
-
-def lru(candidates: EvictionCandidates, count: int) -> Ints:
-    """Those that waited longest."""
-    return np.arange(min(count, len(candidates.rows)))
-
-
 def roomy(slabs: Slabs) -> bool:
     """Whether there are free slabs enough to care for runs more than for gaps."""
-    return slabs.free.totals[FREE] * ROOMY > slabs.num_slabs
+    return slabs.num_vacant * ROOMY > slabs.num_slabs
 
 
 # ── holding ───────────────────────────────────────────────────────────────────────────
 
 
 def hold_rows(
-    slabs: Slabs,
-    rows: GroupRows,
-    count: int,
-    kind: Kind,
-    needs: Mapping[int, int],
-    policy: EvictionPolicy,
+    slabs: Slabs, rows: GroupRows, count: int, kind: Kind, needs: Mapping[int, int]
 ) -> Ints:
     """Hold `count` rows of one group, ascending, so that all that is needed besides can be
     held, too. There are rows enough for all `needs`, of which these are a part."""
     if count == 0:
         return NONE
     if rows.per_slab > 1 and not _has_slabs_to_spare(slabs, rows, count, kind, needs):
-        ids = span(_placed_in_fewest_slabs(slabs, rows, count, kind))
+        ids = _placed_in_fewest_slabs(slabs, rows, count, kind)
     else:
-        ids = _placed(slabs, rows, count, kind, policy)
+        ids = _placed(slabs, rows, count, kind)
     slabs.hold(rows, ids, briefly=kind == "brief")
-    return ids_at(ids)
+    return ids
 
 
 def hold_rows_after(
-    slabs: Slabs,
-    rows: GroupRows,
-    after: Ints,
-    kind: Kind,
-    needs: Mapping[int, int],
-    policy: EvictionPolicy,
+    slabs: Slabs, rows: GroupRows, after: Ints, kind: Kind, needs: Mapping[int, int]
 ) -> Ints:
     """Hold one row next to each of `after` where that is free, and any row elsewhere."""
     if kind == "moving" and rows.per_slab > 1 and not roomy(slabs):
-        return hold_rows(slabs, rows, len(after), "moving", needs, policy)
+        return hold_rows(slabs, rows, len(after), "moving", needs)
     ids = after + 1
     fits = _free_at_no_cost(slabs, rows, ids)
-    near = ids[fits]
+    near = np.sort(ids[fits])
     if len(near):
-        where = span(np.sort(near))
         if rows.per_slab == 1:
-            slabs.claim_free(rows, where)
-        slabs.hold(rows, where)
+            slabs.claim_vacant(rows, near)
+        slabs.hold(rows, near)
     rest = len(ids) - len(near)
     if rest:
         left = {**needs, rows.group: needs[rows.group] - len(near)}
-        ids[~fits] = hold_rows(slabs, rows, rest, "single", left, policy)
+        ids[~fits] = hold_rows(slabs, rows, rest, "single", left)
     return ids
 
 
@@ -128,11 +98,11 @@ def _free_at_no_cost(slabs: Slabs, rows: GroupRows, ids: Ints) -> Bools:
     exist = ids < rows.num_rows
     near = np.where(exist, ids, 0)
     if rows.per_slab == 1:
-        fits = exist & (slabs.free.level[near] == FREE)
+        fits = exist & (slabs.vacant.level[near] == VACANT)
     else:
         slab = rows.slabs_of(near)
         in_use = (slabs.owner[slab] == rows.group) & (slabs.held[slab] > 0)
-        fits = exist & rows.free[near] & in_use
+        fits = exist & (rows.state[near] == FREE) & in_use
     some = np.sort(near[fits])
     if np.count_nonzero(some[1:] == some[:-1]):
         first = np.zeros(len(ids), np.bool_)
@@ -144,29 +114,26 @@ def _free_at_no_cost(slabs: Slabs, rows: GroupRows, ids: Ints) -> Bools:
 # ── choosing ──────────────────────────────────────────────────────────────────────────
 
 
-def _placed(slabs: Slabs, rows: GroupRows, count: int, kind: Kind, policy: EvictionPolicy) -> Where:
+def _placed(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> Ints:
     """`count` rows of slabs that the group owns by now, ascending; free, not yet held.
 
     May use up to `_most_slabs` idle slabs.
     """
-    parts: list[Where] = []
+    parts: list[Ints] = []
     if rows.per_slab > 1:
         parts.append(_in_partial_slabs(slabs, rows, count, kind))
-    missing = count - sum(map(num_at, parts))
-    if missing and slabs.free.totals[FREE]:
-        parts.append(_in_free_slabs(slabs, rows, missing, kind))
-        missing -= num_at(parts[-1])
+    missing = count - sum(map(len, parts))
+    if missing and slabs.num_vacant:
+        parts.append(_in_vacant_slabs(slabs, rows, missing, kind))
+        missing -= len(parts[-1])
     if missing and rows.per_slab > 1:
         gaps = _free_rows(rows, range(1, 2 * rows.top + 1), rows.num_rows)
-        gaps = np.setdiff1d(gaps, ids_at(parts[0]))
+        gaps = np.setdiff1d(gaps, parts[0])
         parts.append(fewest_runs(gaps, missing))
-        missing -= num_at(parts[-1])
+        missing -= len(parts[-1])
     if missing:
-        parts.append(_evicted(slabs, rows, missing, policy))
-    parts = [part for part in parts if num_at(part)]
-    if len(parts) == 1:
-        return parts[0] if isinstance(parts[0], slice) else span(parts[0])
-    return span(np.sort(np.concatenate([ids_at(part) for part in parts])))
+        parts.append(_evicted(slabs, rows, missing))
+    return parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
 
 
 def _has_slabs_to_spare(
@@ -180,7 +147,7 @@ def _has_slabs_to_spare(
 
 def _most_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> int:
     """The most idle slabs that `_placed` may use for so many rows."""
-    most = whole = -(-count // rows.per_slab)
+    most = whole = ceil_div(count, rows.per_slab)
     if kind != "lasting" and not roomy(slabs):
         most = min(whole, slabs.needed(rows, count + len(rows.cached)))
     if any(len(other.idle) for other in slabs.groups if other is not rows):
@@ -203,14 +170,13 @@ def _placed_in_fewest_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kin
         parts.append(cached)
         missing -= len(cached)
     if missing:
-        num_slabs = -(-missing // rows.per_slab)
-        free = slabs.free.side_by_side(FREE, min(num_slabs, slabs.free.totals[FREE]))
-        slabs.claim_free(rows, free)
-        chosen = ids_at(free)
-        if len(chosen) < num_slabs:
-            idle = _oldest_idle(slabs, slabs.groups, num_slabs - len(chosen))
-            chosen = np.sort(np.concatenate((chosen, _taken_over(slabs, rows, idle))))
-        parts.append(rows.rows_of(chosen)[:missing])
+        num_slabs = ceil_div(missing, rows.per_slab)
+        more = slabs.vacant.side_by_side(VACANT, min(num_slabs, slabs.num_vacant))
+        slabs.claim_vacant(rows, more)
+        if len(more) < num_slabs:
+            idle = _oldest_idle(slabs, slabs.groups, num_slabs - len(more))
+            more = np.sort(np.concatenate((more, _taken_over(slabs, rows, idle))))
+        parts.append(rows.rows_of(more)[:missing])
     return np.sort(np.concatenate(parts))
 
 
@@ -231,7 +197,7 @@ def _in_partial_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> 
         ids = _in_long_runs(rows, count)
         if len(ids):
             return ids
-    whole = min(count // rows.per_slab, slabs.free.totals[FREE])
+    whole = min(count // rows.per_slab, slabs.num_vacant)
     return _in_few_pieces(slabs, rows, count - whole * rows.per_slab)
 
 
@@ -289,18 +255,15 @@ def _free_rows(rows: GroupRows, levels: Iterable[int], enough: int) -> Ints:
     return np.concatenate(parts)
 
 
-def _in_free_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> Where:
-    """Rows of free slabs, as many as there are."""
-    num_slabs = min(-(-count // rows.per_slab), slabs.free.totals[FREE])
+def _in_vacant_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> Ints:
+    """Rows of vacant slabs, as many as there are."""
+    num_slabs = min(ceil_div(count, rows.per_slab), slabs.num_vacant)
     if kind == "single" and rows.per_slab == 1:
-        chosen = span(slabs.free.scattered(FREE, num_slabs))
+        more = slabs.vacant.scattered(VACANT, num_slabs)
     else:
-        chosen = slabs.free.side_by_side(FREE, num_slabs)
-    slabs.claim_free(rows, chosen)
-    if isinstance(chosen, slice):
-        start = chosen.start * rows.per_slab
-        return slice(start, min(start + count, chosen.stop * rows.per_slab))
-    return rows.rows_of(chosen)[:count]
+        more = slabs.vacant.side_by_side(VACANT, num_slabs)
+    slabs.claim_vacant(rows, more)
+    return rows.rows_of(more)[:count]
 
 
 # ── evicting ──────────────────────────────────────────────────────────────────────────
@@ -344,13 +307,13 @@ def _taken_over(slabs: Slabs, rows: GroupRows, idle: IdleSlabs) -> Ints:
     return np.sort(idle.slabs)
 
 
-def _evicted(slabs: Slabs, rows: GroupRows, count: int, policy: EvictionPolicy) -> Ints:
+def _evicted(slabs: Slabs, rows: GroupRows, count: int) -> Ints:
     """Rows of the group's own cache and idle slabs of others, whichever are older."""
-    own, last_use = _own_candidates(rows, count, policy)
+    own, last_use = rows.cached.oldest(count)
     gained = NONE
     others = [other for other in slabs.groups if other is not rows and len(other.idle)]
     if others:
-        idle = _oldest_idle(slabs, others, -(-count // rows.per_slab))
+        idle = _oldest_idle(slabs, others, ceil_div(count, rows.per_slab))
         order = np.argsort(np.concatenate((last_use, idle.last_use)), kind="stable")
         is_slab = order >= len(own)
         reach = np.where(is_slab, rows.per_slab, 1).cumsum()
@@ -361,12 +324,3 @@ def _evicted(slabs: Slabs, rows: GroupRows, count: int, policy: EvictionPolicy) 
     own = own[: count - len(gained)]
     slabs.evict(rows, own)
     return np.sort(np.concatenate((gained, own)))
-
-
-def _own_candidates(rows: GroupRows, count: int, policy: EvictionPolicy) -> tuple[Ints, Ints]:
-    """Cached rows of the group that the policy gives up first, and when each was used last."""
-    if policy is lru:
-        return rows.cached.oldest(count)
-    ids, last_use = rows.cached.oldest(4 * count + 64)
-    chosen = policy(EvictionCandidates(rows.group, ids, last_use), count)[:count]
-    return ids[chosen], last_use[chosen]

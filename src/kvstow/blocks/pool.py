@@ -17,18 +17,17 @@ from threading import get_ident
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.placement import (
-    EvictionPolicy,
-    RowDemand,
-    hold_rows,
-    hold_rows_after,
-    lru,
-    roomy,
+from kvstow.blocks.placement import RowDemand, hold_rows, hold_rows_after, roomy
+from kvstow.blocks.rows import (
+    KEPT,
+    NEW,
+    PARTIAL,
+    QUARANTINED,
+    UNKNOWN,
+    GroupRows,
 )
-from kvstow.blocks.rows import GroupRows
-from kvstow.blocks.runs import Where
-from kvstow.blocks.slabs import OnEvict, Ownership, SlabMap, Slabs, broken_counts, slab_map
-from kvstow.errors import BlockError, OutOfBlocks, PlanError
+from kvstow.blocks.slabs import OnEvict, SlabMap, Slabs, broken_counts, slab_map
+from kvstow.errors import BlockError, OutOfBlocks, PlanError, WrongThread
 from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
@@ -42,17 +41,11 @@ class Pool:
     """All blocks of a layout but the null ones, free at first.
 
     `generations` may be memory that others read: one contiguous int64 array per group,
-    one entry per block. `policy` chooses what is evicted. `on_evict` is called with a group
-    and the rows whose content is given up, before they are used again. What it raises is logged.
+    one entry per block. `on_evict` is called with a group and the rows whose content is given
+    up, before they are used again. What it raises is logged.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        *,
-        generations: Sequence[Ints] | None = None,
-        policy: EvictionPolicy = lru,
-    ) -> None:
+    def __init__(self, layout: Layout, *, generations: Sequence[Ints] | None = None) -> None:
         if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BlockError(
                 f"a pool needs a Layout, not {type(layout).__name__}\n\n"
@@ -62,7 +55,6 @@ class Pool:
             raise PlanError(f"{len(generations)} generation arrays for {len(layout.groups)} groups")
         self.layout = layout
         self.on_evict: list[OnEvict] = []
-        self._policy = policy
         self._thread = NO_THREAD
         self._slabs: list[Slabs] = []
         by_group: dict[int, tuple[Slabs, GroupRows]] = {}
@@ -72,6 +64,13 @@ class Pool:
             by_group |= {rows.group: (slabs, rows) for rows in slabs.groups}
         self._of = [by_group[g] for g in range(len(layout.groups))]
         self.generations: tuple[Ints, ...] = tuple(rows.generations for _, rows in self._of)
+
+    def place_generations(self, tables: Sequence[Ints]) -> None:
+        """Keep the counters in this memory from now on: one array of zeros per group."""
+        for (_, rows), table in zip(self._of, tables, strict=True):
+            table[:] = rows.generations
+            rows.generations = table
+        self.generations = tuple(tables)
 
     def _evicted(self, group: int, ids: Ints) -> None:
         for listener in self.on_evict:
@@ -83,14 +82,14 @@ class Pool:
     # ── the owner's thread ────────────────────────────────────────────────────────
 
     def check_thread(self) -> None:
-        """Raises in any thread but the owner's; the first thread to call it is the owner's."""
+        """Raises in any thread but the owner's: the first thread to call it is the owner's."""
         thread = get_ident()
         if thread == self._thread:
             return
         if self._thread != NO_THREAD:
             names = {other.ident: other.name for other in threading.enumerate()}
             owner = names.get(self._thread, "that has ended")
-            raise BlockError(
+            raise WrongThread(
                 f"the pool is changed in thread {names.get(thread, 'unknown')!r} ({thread}) and "
                 f"belongs to thread {owner!r} ({self._thread})\n\n"
                 "hint: change it in one thread only, or call pool.hand_over() when its owner "
@@ -132,41 +131,32 @@ class Pool:
 
     def kept(self, group: int, ids: npt.ArrayLike) -> Bools:
         """Whether each row's content is to be cached after its last hold."""
-        rows = self._of[group][1]
-        return rows.kept[rows.existing(ids)]
-
-    def quarantined(self, group: int) -> Ints:
-        """The rows in quarantine."""
-        return np.nonzero(self._of[group][1].quarantined)[0]
-
-    def num_quarantined(self, group: int) -> int:
-        return self._of[group][1].num_quarantined
+        return self._states(group, ids) == KEPT
 
     def suspect(self, group: int, ids: npt.ArrayLike) -> Bools:
         """Whether each row may lack something, since it was given out: a pull has not filled all
         of it, or it is `unknown`. It cannot be kept."""
-        rows = self._of[group][1]
-        return rows.suspect[rows.existing(ids)]
-
-    def unknown(self, group: int, ids: npt.ArrayLike) -> Bools:
-        """Whether each row holds nothing that anybody may use: a pull writes to it, or has failed,
-        since it was given out."""
-        rows = self._of[group][1]
-        return rows.unknown[rows.existing(ids)]
+        return self._states(group, ids) >= PARTIAL
 
     def num_suspect(self, group: int) -> int:
         return self._of[group][1].num_suspect
 
-    def ownership(self) -> tuple[Ownership, ...]:
-        """Who owns which slab now, per set of groups that pass slabs around."""
-        return tuple(
-            Ownership(slabs.owner.copy(), slabs.held.copy(), slabs.cached.copy())
-            for slabs in self._slabs
-        )
+    def unknown(self, group: int, ids: npt.ArrayLike) -> Bools:
+        """Whether each row holds nothing that anybody may use: a pull writes to it, or has failed,
+        since it was given out."""
+        return self._states(group, ids) >= UNKNOWN
+
+    def quarantined(self, group: int) -> Ints:
+        """The rows in quarantine."""
+        return np.nonzero(self._of[group][1].state == QUARANTINED)[0]
+
+    def _states(self, group: int, ids: npt.ArrayLike) -> npt.NDArray[np.int8]:
+        rows = self._of[group][1]
+        return rows.state[rows.existing(ids)]
 
     def slab_map(self) -> SlabMap:
         """Who owns which slab now, as letters, for pages and status documents."""
-        return slab_map(self.layout, self.ownership())
+        return slab_map(self._slabs)
 
     def check_room(self, needs: Mapping[int, int]) -> None:
         """Raises `OutOfBlocks` if so many rows of the groups cannot be held at once."""
@@ -195,12 +185,10 @@ class Pool:
         held: list[Ints] = []
         for demand in demands:
             slabs, rows = self._of[demand.group]
-            kind, policy = demand.kind, self._policy
             if demand.after is None:
-                ids = hold_rows(slabs, rows, demand.count, kind, needs, policy)
+                held.append(hold_rows(slabs, rows, demand.count, demand.kind, needs))
             else:
-                ids = hold_rows_after(slabs, rows, demand.after, kind, needs, policy)
-            held.append(ids)
+                held.append(hold_rows_after(slabs, rows, demand.after, demand.kind, needs))
             needs[demand.group] -= demand.count
         return held
 
@@ -208,14 +196,12 @@ class Pool:
         """Add one hold to each row that is held or cached; what is in it stays."""
         self.check_thread()
         slabs, rows = self._of[group]
-        ids, where, times = _counted(*rows.located(ids))
-        cached = rows.refs[where] == 0
-        num_cached = np.count_nonzero(cached)
-        if num_cached:
-            rows.check_none(ids, cached & ~rows.cached.has(where), "is neither held nor cached")
-        rows.refs[where] += times
-        if num_cached:
-            slabs.hold_cached(rows, where if num_cached == len(ids) else ids[cached])
+        ids, times = _each_once(rows.existing(ids))
+        cached = rows.refs[ids] == 0
+        rows.check_none(ids, cached & (rows.state[ids] != KEPT), "is neither held nor cached")
+        rows.refs[ids] += times
+        if np.count_nonzero(cached):
+            slabs.hold_cached(rows, ids[cached])
 
     def release(self, group: int, ids: npt.ArrayLike) -> None:
         """Give back one hold on each row; one named twice gives back two.
@@ -224,17 +210,15 @@ class Pool:
         """
         self.check_thread()
         slabs, rows = self._of[group]
-        ids, where, times = _counted(*rows.located(ids))
-        if not len(ids):
-            return
-        left = rows.refs[where] - times
-        if left[left.argmin()] < 0:
-            rows.check_none(ids, left < 0, "is released more often than it is held")
-        rows.refs[where] = left
+        ids, times = _each_once(rows.existing(ids))
+        left = rows.refs[ids] - times
+        least = rows.state[ids] == QUARANTINED if rows.num_suspect else 0
+        rows.check_none(ids, left < least, "is released more often than it is held")
+        rows.refs[ids] = left
         if np.count_nonzero(left):
-            ids = where = ids[left == 0]
+            ids = ids[left == 0]
         if len(ids):
-            slabs.release(rows, ids, where)
+            slabs.release(rows, ids)
 
     def renewable(self, group: int, ids: Ints) -> Bools:
         """Which held rows their only holder may use for new content right away.
@@ -244,8 +228,7 @@ class Pool:
         slabs, rows = self._of[group]
         if rows.per_slab > 1 and not roomy(slabs):
             return np.zeros(len(ids), np.bool_)
-        only_holder = (rows.refs[ids] == 1) & ~rows.kept[ids]
-        return only_holder & ~rows.suspect[ids] if rows.num_suspect else only_holder
+        return (rows.refs[ids] == 1) & (rows.state[ids] == NEW)
 
     def renew(self, group: int, ids: Ints) -> None:
         """Use renewable rows, each named once, for new content."""
@@ -257,33 +240,30 @@ class Pool:
     def keep(self, group: int, ids: npt.ArrayLike) -> None:
         """Cache the content of held rows when their last hold ends.
 
-        Raises if some row was quarantined since it was given out: a late writer may have
-        changed it.
+        Raises if some row is `suspect`: a late writer may have changed it.
         """
         self.check_thread()
         rows = self._of[group][1]
-        ids, where = rows.located(ids)
-        refs = rows.refs[where]
-        if len(refs) and refs[refs.argmin()] == 0:
-            rows.check_none(ids, refs == 0, "is not held")
+        ids = rows.existing(ids)
+        rows.check_none(ids, rows.refs[ids] == 0, "is not held")
         if rows.num_suspect:
-            rows.check_none(
-                ids, rows.suspect[ids], "was quarantined, its content is not known and not kept"
-            )
-        rows.kept[where] = True
+            suspect = rows.state[ids] >= PARTIAL
+            what = "was quarantined, its content is not known and not kept"
+            rows.check_none(ids, suspect, what)
+        rows.state[ids] = KEPT
 
     def forget(self, group: int, ids: npt.ArrayLike) -> None:
         """Do not cache the content of rows; cached ones become free."""
         self.check_thread()
         slabs, rows = self._of[group]
         ids = np.unique(rows.existing(ids))
-        cached = ids[rows.cached.has(ids)]
-        if len(cached):
-            slabs.discard(rows, cached)
-        held = ids[rows.kept[ids]]
-        if len(held):
-            self._evicted(group, held)
-            rows.kept[held] = False
+        ids = ids[rows.state[ids] == KEPT]
+        held = rows.refs[ids] > 0
+        if not held.all():
+            slabs.discard(rows, ids[~held])
+        if held.any():
+            self._evicted(group, ids[held])
+            rows.state[ids[held]] = NEW
 
     def distrust(self, group: int, ids: npt.ArrayLike) -> None:
         """Forget the content of held rows: it is `unknown` until `trust`, or until they were free.
@@ -293,8 +273,7 @@ class Pool:
         ids = np.unique(rows.existing(ids))
         rows.check_none(ids, rows.refs[ids] == 0, "is not held")
         self.forget(group, ids)
-        rows.num_suspect += int(np.count_nonzero(~rows.suspect[ids]))
-        rows.suspect[ids] = rows.unknown[ids] = True
+        rows.mark(ids[rows.state[ids] != QUARANTINED], UNKNOWN)
 
     def trust(self, group: int, ids: npt.ArrayLike, whole: Bools | None = None) -> None:
         """The rows hold what their request needs; those that are `whole`, all of them if not
@@ -302,20 +281,17 @@ class Pool:
         self.check_thread()
         rows = self._of[group][1]
         ids = rows.existing(ids)
-        is_open = ~rows.quarantined[ids]
-        rows.unknown[ids[is_open]] = False
-        filled = np.unique(ids[is_open if whole is None else is_open & whole])
-        filled = filled[rows.suspect[filled]]
-        rows.num_suspect -= len(filled)
-        rows.suspect[filled] = False
+        filled = np.unique(ids if whole is None else ids[whole])
+        state = rows.state[filled]
+        rows.mark(filled[(state == PARTIAL) | (state == UNKNOWN)], NEW)
+        rows.state[ids[rows.state[ids] == UNKNOWN]] = PARTIAL
 
     def inherit(self, group: int, source: int, row: int) -> None:
         """A held row gets a copy of `source`: it is `unknown`, or `suspect`, if that is."""
-        if not self.suspect(group, source):
-            return
-        self.distrust(group, [row])
-        if not self.unknown(group, source):
-            self.trust(group, [row], np.zeros(1, np.bool_))
+        if self.suspect(group, source):
+            self.distrust(group, row)
+            if not self.unknown(group, source):
+                self.trust(group, row, np.zeros(1, np.bool_))
 
     def quarantine(self, group: int, ids: npt.ArrayLike) -> None:
         """Keep held rows out of use, whoever releases them, until `unquarantine`.
@@ -325,13 +301,10 @@ class Pool:
         """
         self.check_thread()
         rows = self._of[group][1]
-        ids = rows.existing(ids)
-        rows.check_none(ids, rows.refs[ids] == 0, "is not held")
-        rows.check_none(ids, rows.quarantined[ids], "is in quarantine already")
+        ids = np.unique(rows.existing(ids))
+        rows.check_none(ids, rows.state[ids] == QUARANTINED, "is in quarantine already")
         self.distrust(group, ids)
-        ids = np.unique(ids)
-        rows.num_quarantined += len(ids)
-        rows.quarantined[ids] = True
+        rows.mark(ids, QUARANTINED)
         rows.generations[ids] += 1
         rows.refs[ids] += 1
 
@@ -341,9 +314,8 @@ class Pool:
         self.check_thread()
         rows = self._of[group][1]
         ids = np.unique(rows.existing(ids))
-        rows.check_none(ids, ~rows.quarantined[ids], "is not in quarantine")
-        rows.quarantined[ids] = False
-        rows.num_quarantined -= len(ids)
+        rows.check_none(ids, rows.state[ids] != QUARANTINED, "is not in quarantine")
+        rows.mark(ids, UNKNOWN)
         rows.generations[ids] += 1
         self.release(group, ids)
 
@@ -381,16 +353,12 @@ def _slabs_of(
     )
 
 
-def _counted(ids: Ints, where: Where) -> tuple[Ints, Where, int | Ints]:
-    """Each row once, in the given order where none is named twice; as a slice where they are
-    one run; and how often each is named."""
-    if isinstance(where, slice):
-        return ids, where, 1
-    ascending = np.sort(ids)
-    if not np.count_nonzero(ascending[1:] == ascending[:-1]):
-        return ids, ids, 1
-    ids, times = np.unique(ids, return_counts=True)
-    return ids, ids, times
+def _each_once(ids: Ints) -> tuple[Ints, int | Ints]:
+    """Each row once, in the given order where none is named twice; and how often each is named."""
+    if not np.count_nonzero(ids[1:] <= ids[:-1]):
+        return ids, 1
+    each, times = np.unique(ids, return_counts=True)
+    return (ids, 1) if len(each) == len(ids) else (each, times)
 
 
 def _out_of_blocks(slabs: Slabs, needs: Mapping[int, int], missing: int) -> OutOfBlocks:

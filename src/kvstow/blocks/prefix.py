@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kvstow.blocks.prompt import Extra, Hashes, Prompt, Tokens
-from kvstow.blocks.runs import NONE
+from kvstow.blocks.rows import NONE
 from kvstow.plan.group import Group
-from kvstow.plan.retention import Bools, Encoder, Full, can_hit, seen_blocks
+from kvstow.plan.retention import Bools, Encoder, Full, longest_prefix, seen_blocks
 from kvstow.plan.view import Ints
 
 log = logging.getLogger(__name__)
@@ -128,17 +128,15 @@ class PrefixIndex:
 
 
 class SharedBlocks(NamedTuple):
-    """Rows of blocks `[0, num_sinks)` and of those from `first` on."""
+    """Rows of the blocks from `first` on."""
 
     ids: Ints
-    num_sinks: int
     first: int
 
     @property
     def logical(self) -> Ints:
         """Which blocks they are."""
-        rest = np.arange(self.first, self.first + len(self.ids) - self.num_sinks)
-        return np.concatenate((np.arange(self.num_sinks), rest)) if self.num_sinks else rest
+        return np.arange(self.first, self.first + len(self.ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +170,11 @@ class PrefixCache:
         self.on_change: list[Callable[[BlockEvent], None]] = []
         self._groups = tuple(groups)
         self._step = [group.block_tokens for group in groups]
-        by_token = [g for g, part in enumerate(groups) if not isinstance(part.retention, Encoder)]
-        # Full groups come first: their leading blocks bound what the others are asked for.
-        by_token.sort(key=lambda g: not isinstance(groups[g].retention, Full))
-        self._index = {g: PrefixIndex(num_rows[g]) for g in by_token}
-        self._unit = lcm(*(self._step[g] for g in by_token))
+        self._tokenwise = [
+            (g, group) for g, group in enumerate(groups) if not isinstance(group.retention, Encoder)
+        ]
+        self._index = {g: PrefixIndex(num_rows[g]) for g, _ in self._tokenwise}
+        self._unit = lcm(*(group.block_tokens for _, group in self._tokenwise))
         self._sources: dict[int, SourceTokens] = {}
         self._num_uses: dict[int, int] = {}  # rows, and one more while the request lives
         self._next_source = 0
@@ -186,44 +184,34 @@ class PrefixCache:
     def hit(self, prompt: Prompt) -> PrefixHit:
         """The longest beginning of the prompt, short of all of it, that every group has all
         blocks of that a token behind it sees; confirmed token by token."""
-        rows, limit = self._candidates(prompt)
-        lengths = np.arange(0, limit + 1, self._unit)
-        while len(lengths) > 1:
-            for g, ids in rows.items():
-                retention, step = self._groups[g].retention, self._step[g]
-                lengths = lengths[can_hit(retention, lengths, step, ids >= 0)]
-            num_tokens = int(lengths[-1])
+        rows: dict[int, Ints] = {}
+
+        def holds(g: int, num_blocks: int) -> Bools:
+            if g not in rows:
+                rows[g] = self._candidates(g, prompt, num_blocks)
+            return rows[g] >= 0
+
+        num_tokens = len(prompt) - 1
+        while num_tokens := longest_prefix(self._tokenwise, num_tokens, holds, unit=self._unit):
             blocks = {g: self._shared(g, ids, num_tokens) for g, ids in rows.items()}
             mismatched = self._mismatched(prompt, blocks)
             if not mismatched:
-                return PrefixHit(num_tokens, blocks, self._source(blocks)) if num_tokens else MISS
+                return PrefixHit(num_tokens, blocks, self._source(blocks))
             for g, ids in rows.items():
                 ids[np.isin(self._index[g].source[ids], mismatched)] = -1
         return MISS
 
-    def _candidates(self, prompt: Prompt) -> tuple[dict[int, Ints], int]:
-        """By group the row of each block of the prompt, -1 where there is none; and for how
-        many tokens that is, a whole number of blocks in every group."""
-        limit = (len(prompt) - 1) // self._unit * self._unit
-        rows: dict[int, Ints] = {}
-        for g, index in self._index.items():
-            if limit <= 0:
-                return {}, 0
-            hashes = prompt.hashes(self._step[g])[: limit // self._step[g]]
-            if isinstance(self._groups[g].retention, Full):
-                rows[g] = index.find_leading(hashes)
-                limit = min(limit, len(rows[g]) * self._step[g] // self._unit * self._unit)
-            else:
-                rows[g] = index.find(hashes)
-        return rows, limit
+    def _candidates(self, g: int, prompt: Prompt, num_blocks: int) -> Ints:
+        """The row of each of the prompt's first blocks, -1 where there is none."""
+        hashes = prompt.hashes(self._step[g])[:num_blocks]
+        if isinstance(self._groups[g].retention, Full):
+            return self._index[g].find_leading(hashes)
+        return self._index[g].find(hashes)
 
     def _shared(self, g: int, rows: Ints, num_tokens: int) -> SharedBlocks:
         """Of the rows of a prompt's blocks those that a token at `num_tokens` sees."""
-        sinks, rest = seen_blocks(self._groups[g].retention, num_tokens, self._step[g])
-        ids = rows[rest.start : rest.stop]
-        if sinks:
-            ids = np.concatenate((rows[: len(sinks)], ids))
-        return SharedBlocks(ids, len(sinks), rest.start)
+        seen = seen_blocks(self._groups[g].retention, num_tokens, self._step[g])
+        return SharedBlocks(rows[seen.start : seen.stop], seen.start)
 
     def _mismatched(self, prompt: Prompt, blocks: Mapping[int, SharedBlocks]) -> list[int]:
         """Sources of the rows that were computed from other tokens than the prompt's."""
@@ -234,9 +222,8 @@ class PrefixCache:
             sources = self._index[g].source[part.ids]
             last = [*(sources[1:] != sources[:-1]).nonzero()[0].tolist(), len(sources) - 1]
             for i in last:
-                block = i if i < part.num_sinks else i - part.num_sinks + part.first
                 source = int(sources[i])
-                ends[source] = max(ends.get(source, 0), (block + 1) * self._step[g])
+                ends[source] = max(ends.get(source, 0), (part.first + i + 1) * self._step[g])
         return [n for n, end in ends.items() if not self._sources[n].confirms(prompt, end)]
 
     def _source(self, blocks: Mapping[int, SharedBlocks]) -> SourceTokens | None:

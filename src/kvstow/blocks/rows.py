@@ -1,21 +1,29 @@
-"""The rows of one group: free, held or cached; and the two lists in which they are found.
+"""The rows of one group: what each is, and the two lists in which rows are found.
 
-    free     nobody needs what is in it
-    held     `refs` requests, leases or copies need it
-    cached   nobody holds it, its content may be wanted again: evictable, oldest first
+    state        holds   what is in the row
+    FREE         0       nothing that anybody needs
+    NEW          1 …     what its holders write; free after the last hold
+    KEPT         0 …     what may be wanted again: cached, and evicted, while nobody holds it
+    PARTIAL      1 …     less than all: its request may use it, it is never cached
+    UNKNOWN      1 …     nothing that anybody may use: somebody writes to it, or has failed to
+    QUARANTINED  1 …     the same, and one of the holds is the quarantine's
 
-`GroupRows` has arrays with one entry per row. `LruQueue` has the cached rows in the order
-of their last use, `FreeSlabs` the slabs in which rows are free. Rows that lie in slabs of
-other groups count as free here; who owns a slab is written down once, in `Slabs`.
+`LruQueue` has the cached rows in the order of their last use, `FreeSlabs` the slabs in which rows
+are free. Rows that lie in slabs of other groups are free here; who owns a slab is written down
+once, in `Slabs`.
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.runs import NONE, Where, fewest_runs, num_at, span, span_of_any
 from kvstow.errors import BlockError, PlanError
 from kvstow.plan.retention import Bools
-from kvstow.plan.view import Ints
+from kvstow.plan.view import Ints, ceil_div
+
+FREE, NEW, KEPT, PARTIAL, UNKNOWN, QUARANTINED = range(6)
+
+NONE = np.zeros(0, np.int64)
+"""No ids."""
 
 SEGMENT_BITS = 10
 SEGMENT = 1 << SEGMENT_BITS
@@ -32,34 +40,23 @@ class FreeSlabs:
     """
 
     def __init__(self, num_slabs: int, num_levels: int) -> None:
-        num_segments = -(-num_slabs // SEGMENT)
+        num_segments = ceil_div(num_slabs, SEGMENT)
         self.level = np.zeros(num_segments * SEGMENT, np.int8)
         self.totals = [0] * (num_levels + 1)
         self._counts = np.zeros((num_levels + 1, num_segments), np.int64)
         self._open = 0
 
-    def add(self, slabs: Where, level: int) -> None:
+    def add(self, slabs: Ints, level: int) -> None:
         """List slabs that are not listed, each named once."""
         self.level[slabs] = level
-        self._count(slabs, level, 1)
+        self.totals[level] += len(slabs)
+        np.add.at(self._counts[level], slabs >> SEGMENT_BITS, 1)
 
-    def remove(self, slabs: Where, level: int) -> None:
+    def remove(self, slabs: Ints, level: int) -> None:
         """Take slabs of one level, each named once, out of the list."""
         self.level[slabs] = 0
-        self._count(slabs, level, -1)
-
-    def _count(self, slabs: Where, level: int, sign: int) -> None:
-        self.totals[level] += sign * num_at(slabs)
-        counts = self._counts[level]
-        if not isinstance(slabs, slice):
-            np.add.at(counts, slabs >> SEGMENT_BITS, sign)
-            return
-        start = slabs.start
-        while start < slabs.stop:
-            segment = start >> SEGMENT_BITS
-            end = min(slabs.stop, (segment + 1) << SEGMENT_BITS)
-            counts[segment] += sign * (end - start)
-            start = end
+        self.totals[level] -= len(slabs)
+        np.subtract.at(self._counts[level], slabs >> SEGMENT_BITS, 1)
 
     def move(self, slabs: Ints, levels: Ints) -> None:
         """Give each slab, named once, its level."""
@@ -91,7 +88,7 @@ class FreeSlabs:
         segments = counts.nonzero()[0][::-1]
         return self._within(levels, _enough(segments, counts, count))[::-1][:count]
 
-    def side_by_side(self, level: int, count: int) -> Where:
+    def side_by_side(self, level: int, count: int) -> Ints:
         """`count` slabs of a level, or all, in few runs, ascending.
 
         Goes on in the segment it used last, and to the emptiest one when that has too few.
@@ -102,12 +99,12 @@ class FreeSlabs:
         here = int(counts[self._open])
         if here == SEGMENT >= count:
             start = self._open << SEGMENT_BITS
-            return slice(start, start + count)
+            return np.arange(start, start + count)
         if here >= count:
             segments = np.array([self._open])
         else:
             segments = _enough(np.argsort(-counts, kind="stable"), counts, count)
-        return span(fewest_runs(self._within(range(level, level + 1), segments), count))
+        return fewest_runs(self._within(range(level, level + 1), segments), count)
 
     def scattered(self, level: int, count: int) -> Ints:
         """`count` slabs of a level, or all, ascending, from the segments that have the
@@ -135,6 +132,41 @@ def _enough(segments: Ints, counts: Ints, count: int) -> Ints:
     return segments[: int(np.searchsorted(counts[segments].cumsum(), count)) + 1]
 
 
+# ── runs: ids that follow one another ─────────────────────────────────────────────────
+
+
+def num_runs(ids: Ints) -> int:
+    """How many runs the ids make, in the order in which they are."""
+    return int(np.count_nonzero(ids[1:] - ids[:-1] != 1)) + 1 if len(ids) else 0
+
+
+def fewest_runs(ids: Ints, count: int, *, most: int | None = None) -> Ints:
+    """`count` of the ascending ids in few runs: the tightest run that is long enough, or
+    the longest ones where none is; fewer ids where those would be more than `most` runs."""
+    if len(ids) == 0 or ids[-1] - ids[0] == len(ids) - 1:
+        return ids[:count]
+    if len(ids) <= count and most is None:
+        return ids
+    starts = np.concatenate(([0], np.nonzero(ids[1:] - ids[:-1] != 1)[0] + 1))
+    lengths = np.diff(starts, append=len(ids))
+    fitting = np.nonzero(lengths >= count)[0]
+    if len(fitting):
+        start = int(starts[fitting[lengths[fitting].argmin()]])
+        return ids[start : start + count]
+    longest = np.argsort(-lengths, kind="stable")[:most]
+    reach = lengths[longest].cumsum()
+    longest = longest[: int(np.searchsorted(reach, count)) + 1]
+    ends = starts[longest] + lengths[longest]
+    ends[-1] -= max(0, reach[len(longest) - 1] - count)
+    edges = np.zeros(len(ids) + 1, np.int64)
+    np.add.at(edges, starts[longest], 1)
+    np.add.at(edges, ends, -1)
+    return ids[edges[:-1].cumsum() > 0]
+
+
+# ── cached rows ───────────────────────────────────────────────────────────────────────
+
+
 class LruQueue:
     """Items in the order of their last use, at most one place for each of `num_items`.
 
@@ -158,7 +190,7 @@ class LruQueue:
     def __len__(self) -> int:
         return self._num
 
-    def has(self, items: Where) -> Bools:
+    def has(self, items: Ints) -> Bools:
         """Which items are in the queue."""
         return self._place[items] >= 0
 
@@ -173,10 +205,10 @@ class LruQueue:
         self._tail = end
         self._num += len(items)
 
-    def remove(self, items: Where) -> None:
+    def remove(self, items: Ints) -> None:
         """Take out items that are in the queue, each named once."""
         self._place[items] = -1
-        self._num -= num_at(items)
+        self._num -= len(items)
 
     def oldest(self, count: int) -> tuple[Ints, Ints]:
         """The `count` items that have waited longest, or all, with their stamps."""
@@ -210,15 +242,16 @@ class LruQueue:
         self._place[items] = np.arange(self._tail)
 
 
+# ── rows ──────────────────────────────────────────────────────────────────────────────
+
+
 class GroupRows:
     """The rows of one group: `num_slabs` slabs of `per_slab` rows; the first `num_null`
     rows are never given out.
 
-    `kept` rows are to be cached when their last hold ends. `suspect` ones may lack something, and
-    are not cached; those of them that are `unknown` hold nothing that anybody may use: somebody
-    writes to them, or has written and failed. Slabs with free rows are listed in
-    `partial` by the number of those: at level `1 … top` by the power of two, and at `top +
-    1 … 2 · top` where all that is held in them is held briefly (`brief`).
+    Slabs with free rows are listed in `partial` by the number of those: at level `1 … top` by the
+    power of two, and at `top + 1 … 2 · top` where all that is held in them is held briefly
+    (`brief`).
     """
 
     def __init__(
@@ -237,11 +270,7 @@ class GroupRows:
         self.num_rows = num_slabs * per_slab
         self.num_null = num_null
         self.refs = np.zeros(self.num_rows, np.int64)
-        self.free = np.ones(self.num_rows, np.bool_)
-        self.kept = np.zeros(self.num_rows, np.bool_)
-        self.quarantined = np.zeros(self.num_rows, np.bool_)
-        self.suspect = np.zeros(self.num_rows, np.bool_)
-        self.unknown = np.zeros(self.num_rows, np.bool_)
+        self.state = np.full(self.num_rows, FREE, np.int8)
         self.generations = _checked_generations(name, self.num_rows, generations)
         self.cached = LruQueue(self.num_rows)
         self.idle = self.cached if per_slab == 1 else LruQueue(num_slabs)
@@ -250,7 +279,6 @@ class GroupRows:
         self.brief = np.zeros(num_slabs, np.int64)
         self.num_busy = 0
         self.num_held = 0
-        self.num_quarantined = 0
         self.num_suspect = 0
         levels = [n.bit_length() for n in range(per_slab + 1)]
         self._level = np.array([levels, [n and n + self.top for n in levels]], np.int64)
@@ -270,14 +298,8 @@ class GroupRows:
         """The slab of each row."""
         return ids if self.per_slab == 1 else ids // self.per_slab
 
-    def by_slab(self, ids: Where) -> tuple[Ints, Ints]:
+    def by_slab(self, ids: Ints) -> tuple[Ints, Ints]:
         """The slabs that ascending rows lie in, and how many of the rows lie in each."""
-        if isinstance(ids, slice):
-            slabs = np.arange(ids.start // self.per_slab, -(-ids.stop // self.per_slab))
-            counts = np.full(len(slabs), self.per_slab)
-            counts[0] -= ids.start % self.per_slab
-            counts[-1] -= -ids.stop % self.per_slab
-            return slabs, counts
         slabs = ids // self.per_slab
         starts = np.concatenate(([0], (slabs[1:] != slabs[:-1]).nonzero()[0] + 1, [len(slabs)]))
         return slabs[starts[:-1]], starts[1:] - starts[:-1]
@@ -291,34 +313,32 @@ class GroupRows:
     def free_rows_of(self, slabs: Ints) -> Ints:
         """The free rows of slabs that the group owns."""
         ids = self.rows_of(slabs)
-        return ids[self.free[ids]]
+        return ids[self.state[ids] == FREE]
 
     def cached_rows_of(self, slabs: Ints) -> Ints:
         ids = self.rows_of(slabs)
         return ids[self.cached.has(ids)]
 
-    # ── checks ────────────────────────────────────────────────────────────────────
+    # ── states ────────────────────────────────────────────────────────────────────
 
-    def located(self, ids: npt.ArrayLike) -> tuple[Ints, Where]:
-        """The rows as an array and, where they are one run, as a slice; raises if some row
-        does not exist."""
-        array = np.asarray(ids, np.int64).reshape(-1)
-        where = span_of_any(array)
-        if isinstance(where, slice):
-            exist = where.start >= 0 and where.stop <= self.num_rows
-        else:
-            unsigned = array.view(np.uint64)  # a negative id is a large one
-            exist = not len(array) or unsigned[unsigned.argmax()] < self.num_rows
-        if not exist:
-            wrong = array[(array < 0) | (array >= self.num_rows)]
-            raise BlockError(
-                f"group {self.name!r}: block {wrong[0]} is not among the {self.num_rows} there are"
-            )
-        return array, where
+    def mark(self, ids: Ints, state: int) -> None:
+        """Give rows, each named once, a state; counts how many may lack something."""
+        self.num_suspect -= int(np.count_nonzero(self.state[ids] >= PARTIAL))
+        self.num_suspect += len(ids) if state >= PARTIAL else 0
+        self.state[ids] = state
+
+    # ── checks ────────────────────────────────────────────────────────────────────
 
     def existing(self, ids: npt.ArrayLike) -> Ints:
         """The rows as an array; raises if some row does not exist."""
-        return self.located(ids)[0]
+        array = np.asarray(ids, np.int64).reshape(-1)
+        unsigned = array.view(np.uint64)  # a negative id is a large one
+        if len(array) and unsigned[unsigned.argmax()] >= self.num_rows:
+            wrong = array[unsigned >= self.num_rows]
+            raise BlockError(
+                f"group {self.name!r}: block {wrong[0]} is not among the {self.num_rows} there are"
+            )
+        return array
 
     def check_none(self, ids: Ints, wrong: Bools, what: str) -> None:
         """Raises if any row is wrong, naming the first of them."""
@@ -330,13 +350,13 @@ class GroupRows:
             )
 
 
-def _checked_generations(name: str, num_rows: int, given: Ints | None) -> Ints:
-    """Generations of so many rows: the given memory, or some of their own."""
-    if given is None:
+def _checked_generations(name: str, num_rows: int, memory: Ints | None) -> Ints:
+    """Generations of so many rows: in that memory, or in some of their own."""
+    if memory is None:
         return np.zeros(num_rows, np.int64)
-    if given.shape != (num_rows,) or given.dtype != np.int64 or not given.flags.c_contiguous:
+    if memory.shape != (num_rows,) or memory.dtype != np.int64 or not memory.flags.c_contiguous:
         raise PlanError(
-            f"group {name!r}: generations are {given.dtype} {given.shape}, not contiguous int64 "
+            f"group {name!r}: generations are {memory.dtype} {memory.shape}, not contiguous int64 "
             f"({num_rows},)"
         )
-    return given
+    return memory

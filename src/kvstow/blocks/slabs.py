@@ -15,20 +15,18 @@ A group that shares slabs with nobody is kept here with one row per slab.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count as counter
-from typing import NamedTuple
 
 import numpy as np
 
-from kvstow.blocks.rows import FreeSlabs, GroupRows
-from kvstow.blocks.runs import Where, ids_at, num_at, span
-from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.blocks.rows import FREE, KEPT, NEW, PARTIAL, FreeSlabs, GroupRows
 from kvstow.plan.retention import Bools
-from kvstow.plan.view import Ints
+from kvstow.plan.view import Ints, ceil_div
 
 OnEvict = Callable[[int, Ints], None]
 """Told the group and the rows whose content is given up, before they are used again."""
 
-FREE = 1
+VACANT = 1
+"""The level of slabs that nobody owns."""
 NOBODY = -1
 
 
@@ -45,8 +43,8 @@ class Slabs:
         self.last_owner = np.full(num_slabs, NOBODY, np.int64)
         self.held = np.zeros(num_slabs, np.int64)
         self.cached = np.zeros(num_slabs, np.int64)
-        self.free = FreeSlabs(num_slabs, FREE)
-        self.free.add(np.arange(num_null, num_slabs), FREE)
+        self.vacant = FreeSlabs(num_slabs, VACANT)
+        self.vacant.add(np.arange(num_null, num_slabs), VACANT)
         self.num_idle = num_slabs - num_null
         self._on_evict = on_evict
         self._clock = counter(1)
@@ -55,7 +53,7 @@ class Slabs:
 
     def needed(self, rows: GroupRows, count: int) -> int:
         """Idle slabs without which the group cannot hold so many more rows."""
-        return max(0, -(-(count - rows.spare) // rows.per_slab))
+        return max(0, ceil_div(count - rows.spare, rows.per_slab))
 
     def missing(self, needs: Mapping[int, int]) -> int:
         """Idle slabs that so many rows of the groups need beyond those there are; negative:
@@ -70,9 +68,13 @@ class Slabs:
         """Rows that the group could hold, if no other group wanted any."""
         return rows.spare + self.num_idle * rows.per_slab
 
+    @property
+    def num_vacant(self) -> int:
+        return self.vacant.totals[VACANT]
+
     # ── slabs change hands ────────────────────────────────────────────────────────
 
-    def claim(self, rows: GroupRows, slabs: Where) -> None:
+    def claim(self, rows: GroupRows, slabs: Ints) -> None:
         """Make slabs without an owner the group's own.
 
         What other groups' rows in them once held is about to be written over: their
@@ -83,43 +85,41 @@ class Slabs:
             return
         before = self.last_owner[slabs]
         if np.count_nonzero(before != rows.group):
-            each = ids_at(slabs)
             for other in self.groups:
-                if other is not rows and len(theirs := each[before == other.group]):
-                    other.generations[other.rows_of(theirs)] += 1
+                if other is not rows and len(lost := slabs[before == other.group]):
+                    other.generations[other.rows_of(lost)] += 1
             self.last_owner[slabs] = rows.group
 
-    def claim_free(self, rows: GroupRows, slabs: Where) -> None:
-        """Make free slabs the group's own."""
-        self.free.remove(slabs, FREE)
+    def claim_vacant(self, rows: GroupRows, slabs: Ints) -> None:
+        """Make vacant slabs the group's own."""
+        self.vacant.remove(slabs, VACANT)
         self.claim(rows, slabs)
 
     def empty(self, rows: GroupRows, slabs: Ints) -> None:
         """Evict what idle slabs of the group have cached, and take them from it. The caller
-        is about to claim them: they are not listed as free."""
+        is about to claim them: they are not listed as vacant."""
         self.evict(rows, rows.cached_rows_of(slabs))
         if rows.per_slab > 1:
             rows.partial.move(slabs, np.zeros(len(slabs), np.int64))
             rows.idle.remove(slabs[rows.idle.has(slabs)])
         self.owner[slabs] = NOBODY
 
-    def _free(self, slabs: Where) -> None:
+    def _vacate(self, slabs: Ints) -> None:
         """Take slabs without rows in use from their owner."""
         self.owner[slabs] = NOBODY
-        self.free.add(slabs, FREE)
+        self.vacant.add(slabs, VACANT)
 
     # ── rows change state ─────────────────────────────────────────────────────────
 
-    def hold(self, rows: GroupRows, ids: Where, *, briefly: bool = False) -> None:
+    def hold(self, rows: GroupRows, ids: Ints, *, briefly: bool = False) -> None:
         """Hold free rows, ascending, of slabs that the group owns, for new content."""
         rows.generations[ids] += 1
         rows.refs[ids] = 1
-        rows.free[ids] = False
-        count = num_at(ids)
-        rows.num_held += count
+        rows.state[ids] = NEW
+        rows.num_held += len(ids)
         if rows.per_slab == 1:
             self.held[ids] = 1
-            self.num_idle -= count
+            self.num_idle -= len(ids)
             return
         slabs, counts = rows.by_slab(ids)
         before = self.held[slabs]
@@ -129,50 +129,39 @@ class Slabs:
             rows.brief[slabs] = 0
         self._update(rows, slabs, before, before + counts)
 
-    def hold_cached(self, rows: GroupRows, ids: Where) -> None:
+    def hold_cached(self, rows: GroupRows, ids: Ints) -> None:
         """Take cached rows, each named once, that are held by now, out of the cache."""
         rows.cached.remove(ids)
-        count = num_at(ids)
-        rows.num_held += count
+        rows.num_held += len(ids)
         if rows.per_slab == 1:
             self.held[ids] = 1
             self.cached[ids] = 0
-            self.num_idle -= count
+            self.num_idle -= len(ids)
             return
-        slabs, counts = rows.by_slab(_ascending(ids))
+        slabs, counts = rows.by_slab(np.sort(ids))
         before = self.held[slabs]
         self.cached[slabs] -= counts
         self._update(rows, slabs, before, before + counts)
 
-    def release(self, rows: GroupRows, ids: Ints, where: Where) -> None:
+    def release(self, rows: GroupRows, ids: Ints) -> None:
         """End the last hold on rows, each named once: kept ones are cached, the last of
-        them to be evicted first; others are free. `where` is the ids, perhaps as a slice."""
+        them to be evicted first; others are free."""
         rows.num_held -= len(ids)
+        state = rows.state[ids]
         if rows.num_suspect:
-            rows.num_suspect -= int(np.count_nonzero(rows.suspect[where]))
-            rows.suspect[where] = False
-            rows.unknown[where] = False
-        kept = rows.kept[where]
-        num_kept = int(np.count_nonzero(kept))
-        cached, freed = where, where
-        if 0 < num_kept < len(ids):
-            cached, freed = ids[kept], ids[~kept]
+            rows.num_suspect -= int(np.count_nonzero(state >= PARTIAL))
+        cached, freed = ids[state == KEPT], ids[state != KEPT]
         stamp = next(self._clock)
-        if num_kept:
-            rows.cached.put(ids_at(cached)[::-1], stamp)
-        if num_kept < len(ids):
-            rows.free[freed] = True
+        rows.cached.put(cached[::-1], stamp)
+        rows.state[freed] = FREE
         if rows.per_slab == 1:
-            self.held[where] = 0
+            self.held[ids] = 0
             self.num_idle += len(ids)
-            if num_kept:
-                self.cached[cached] = 1
-            if num_kept < len(ids):
-                self._free(freed)
+            self.cached[cached] = 1
+            self._vacate(freed)
             return
-        slabs, counts = rows.by_slab(_ascending(where))
-        if num_kept:
-            np.add.at(self.cached, rows.slabs_of(ids_at(cached)), 1)
+        slabs, counts = rows.by_slab(np.sort(ids))
+        np.add.at(self.cached, rows.slabs_of(cached), 1)
         before = self.held[slabs]
         self._update(rows, slabs, before, before - counts, stamp)
 
@@ -183,15 +172,14 @@ class Slabs:
             return
         self._on_evict(rows.group, ids)
         rows.cached.remove(ids)
-        rows.kept[ids] = False
-        rows.free[ids] = True
+        rows.state[ids] = FREE
         np.subtract.at(self.cached, rows.slabs_of(ids), 1)
 
     def discard(self, rows: GroupRows, ids: Ints) -> None:
         """Give up the content of cached rows, which become free."""
         self.evict(rows, ids)
         if rows.per_slab == 1:
-            self._free(ids)
+            self._vacate(ids)
             return
         slabs, _ = rows.by_slab(np.sort(ids))
         held = self.held[slabs]
@@ -201,7 +189,7 @@ class Slabs:
         self, rows: GroupRows, slabs: Ints, before: Ints, after: Ints, stamp: int = 0
     ) -> None:
         """Write down how many rows of slabs are held, which were `before`; bring counts and
-        lists up to date with it and with `cached`. Slabs without rows in use are freed."""
+        lists up to date with it and with `cached`. Slabs without rows in use become vacant."""
         self.held[slabs] = after
         num_busy = int(np.count_nonzero(after))
         more_busy = num_busy - int(np.count_nonzero(before))
@@ -215,7 +203,7 @@ class Slabs:
             num_empty = int(np.count_nonzero(empty))
             if num_empty:
                 levels[empty] = 0
-                self._free(span(slabs[empty]))
+                self._vacate(slabs[empty])
         if len(rows.idle) or num_busy + num_empty < len(slabs):
             self._queue_idle(rows, slabs, (after == 0) & (num_free < rows.per_slab), stamp)
         rows.partial.move(slabs, levels)
@@ -227,10 +215,6 @@ class Slabs:
             rows.idle.remove(slabs[leaves])
         if np.count_nonzero(comes := idle & ~queued):
             rows.idle.put(slabs[comes], stamp or next(self._clock))
-
-
-def _ascending(ids: Where) -> Where:
-    return ids if isinstance(ids, slice) else np.sort(ids)
 
 
 # ── integrity ─────────────────────────────────────────────────────────────────────────
@@ -255,29 +239,19 @@ def broken_counts(slabs: Slabs) -> Iterator[str]:
 def _broken_rows(slabs: Slabs, rows: GroupRows) -> Iterator[str]:
     ids = np.arange(rows.num_rows)
     held, cached = rows.refs > 0, rows.cached.has(ids)
-    in_use = held | cached
     sums = {
         "held": (held, rows.num_held),
-        "cached": (cached, len(rows.cached)),
-        "quarantined": (rows.quarantined, rows.num_quarantined),
-        "suspect": (rows.suspect, rows.num_suspect),
-        "free": (rows.free, rows.num_rows - int(in_use.sum())),
+        "suspect": (rows.state >= PARTIAL, rows.num_suspect),
         "negative holds": (rows.refs < 0, 0),
-        "null rows in use": (in_use[: rows.num_null], 0),
-        "both held and cached": (held & cached, 0),
-        "cached without being kept": (cached & ~rows.kept, 0),
-        "free and kept": (rows.free & rows.kept, 0),
-        "quarantined without a hold": (rows.quarantined & ~held, 0),
-        "quarantined and not unknown": (rows.quarantined & ~rows.unknown, 0),
-        "unknown and not suspect": (rows.unknown & ~rows.suspect, 0),
-        "suspect without a hold": (rows.suspect & ~held, 0),
-        "suspect and kept": (rows.suspect & rows.kept, 0),
+        "null rows in use": (rows.state[: rows.num_null] != FREE, 0),
+        "held in a wrong state": (held & ((rows.state == FREE) | cached), 0),
+        "not held in a wrong state": (~held & (rows.state != np.where(cached, KEPT, FREE)), 0),
     }
     for what, (which, expected) in sums.items():
         if int(which.sum()) != expected:
             counted = int(which.sum())
             yield f"group {rows.name!r}: {what}: {counted} counted, {expected} expected"
-    foreign = ids[in_use & (slabs.owner[rows.slabs_of(ids)] != rows.group)]
+    foreign = ids[(rows.state != FREE) & (slabs.owner[rows.slabs_of(ids)] != rows.group)]
     if len(foreign):
         owner = slabs.owner[rows.slabs_of(foreign)[0]]
         yield f"group {rows.name!r}: block {foreign[0]} is in use in a slab of group {owner}"
@@ -291,32 +265,32 @@ def _broken_rows(slabs: Slabs, rows: GroupRows) -> Iterator[str]:
 
 def _broken_lists(slabs: Slabs, rows: GroupRows) -> Iterator[str]:
     each = np.arange(slabs.num_slabs)
-    mine = slabs.owner == rows.group
-    num_free = np.where(mine, rows.per_slab - slabs.held - slabs.cached, 0)
+    own = slabs.owner == rows.group
+    num_free = np.where(own, rows.per_slab - slabs.held - slabs.cached, 0)
     level = rows.partial.level[: slabs.num_slabs]
     for slab in np.nonzero(level != rows.levels_of(each, num_free))[0][:3]:
         yield (
             f"group {rows.name!r}: slab {slab} with {num_free[slab]} free rows is at level "
             f"{level[slab]}"
         )
-    idle, queued = mine & (slabs.held == 0), rows.idle.has(each)
+    idle, queued = own & (slabs.held == 0), rows.idle.has(each)
     for slab in np.nonzero(idle != queued)[0][:3]:
         yield f"group {rows.name!r}: slab {slab} is idle: {idle[slab]}, queued: {queued[slab]}"
 
 
 def _broken_slabs(slabs: Slabs) -> Iterator[str]:
-    mine = np.arange(slabs.num_slabs) >= slabs.num_null
-    vacant = (slabs.owner == NOBODY) & mine
-    free = slabs.free.level[: slabs.num_slabs] == FREE
-    for slab in np.nonzero(vacant != free)[0][:3]:
-        yield f"slab {slab}: owner {slabs.owner[slab]}, listed as free: {free[slab]}"
-    for slab in np.nonzero(mine & ~vacant & (slabs.held + slabs.cached == 0))[0][:3]:
-        yield f"slab {slab} of group {slabs.owner[slab]} is empty and not free"
+    usable = np.arange(slabs.num_slabs) >= slabs.num_null
+    vacant = (slabs.owner == NOBODY) & usable
+    listed = slabs.vacant.level[: slabs.num_slabs] == VACANT
+    for slab in np.nonzero(vacant != listed)[0][:3]:
+        yield f"slab {slab}: owner {slabs.owner[slab]}, listed as vacant: {listed[slab]}"
+    for slab in np.nonzero(usable & ~vacant & (slabs.held + slabs.cached == 0))[0][:3]:
+        yield f"slab {slab} of group {slabs.owner[slab]} is empty and not vacant"
     num_idle = int(np.count_nonzero(slabs.held[slabs.num_null :] == 0))
     if num_idle != slabs.num_idle:
         yield f"{num_idle} idle slabs counted, {slabs.num_idle} in the books"
-    if int(vacant.sum()) != slabs.free.totals[FREE]:
-        yield f"{int(vacant.sum())} free slabs counted, {slabs.free.totals[FREE]} in the books"
+    if int(vacant.sum()) != slabs.num_vacant:
+        yield f"{int(vacant.sum())} vacant slabs counted, {slabs.num_vacant} in the books"
 
 
 # ── status ────────────────────────────────────────────────────────────────────────────
@@ -324,14 +298,6 @@ def _broken_slabs(slabs: Slabs) -> Iterator[str]:
 MAX_LETTERS = 960
 FIRST_LETTER = 33
 LEVELS = 4
-
-
-class Ownership(NamedTuple):
-    """Slab by slab: the group that owns it (-1: nobody), its held and its cached rows."""
-
-    owner: Ints
-    held: Ints
-    cached: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,19 +315,18 @@ class SlabMap:
     letters: str
 
 
-def slab_map(layout: Layout, owned: Sequence[Ownership]) -> SlabMap:
-    """The slabs of a layout as letters. A group that is alone has one row per slab."""
-    names = tuple(placed.group.name for placed in layout.groups)
-    if len(owned) != 1:
+def slab_map(sets: Sequence[Slabs]) -> SlabMap:
+    """The slabs of a pool as letters. A group that is alone has one row per slab."""
+    groups = sorted((rows for slabs in sets for rows in slabs.groups), key=lambda rows: rows.group)
+    names = tuple(rows.name for rows in groups)
+    if len(sets) != 1:
         return SlabMap(groups=names, num_slabs=0, step=1, letters="")
-    total = len(owned[0].owner)
-    num_null = total // layout.num_slabs * NULL_SLABS
-    step = max(1, -(-(total - num_null) // MAX_LETTERS))
-    owner, held = owned[0].owner[num_null::step], owned[0].held[num_null::step]
-    is_alone = len(names) == 1
-    per_slab = [1 if is_alone else placed.rows_per_slab for placed in layout.groups]
-    size = np.where(owner < 0, 1, np.array(per_slab)[owner])
+    (slabs,) = sets
+    num_slabs = slabs.num_slabs - slabs.num_null
+    step = max(1, ceil_div(num_slabs, MAX_LETTERS))
+    owner, held = slabs.owner[slabs.num_null :: step], slabs.held[slabs.num_null :: step]
+    size = np.where(owner < 0, 1, np.array([rows.per_slab for rows in groups])[owner])
     level = np.where(held == 0, 0, np.where(held == size, 3, 1 + (2 * held > size)))
     codes = (FIRST_LETTER + LEVELS * (owner + 1) + level).astype("<u4")
     letters = codes.tobytes().decode("utf-32-le")
-    return SlabMap(groups=names, num_slabs=total - num_null, step=step, letters=letters)
+    return SlabMap(groups=names, num_slabs=num_slabs, step=step, letters=letters)

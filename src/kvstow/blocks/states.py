@@ -2,8 +2,8 @@
 
 A state is somewhere only after all its tokens and before the next one. So a checkpoint is
 made when a request that stands at a multiple of `block_tokens` goes on: the engine copies
-the running row first. One that the retention asks for is held by the request; one that
-only later requests may start from is cached at once, and left out where there is no room.
+the running row first. Only later requests may start from it: it is cached at once, and left
+out where there is no room.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,60 +25,34 @@ from kvstow.route.blocks import Blocks
 
 
 class StateTable:
-    """Per request one running row, and up to `checkpoints` rows kept behind it.
-
-    Checkpoint `k` is the state after `(k + 1) · block_tokens` tokens.
-    """
+    """One running row per request."""
 
     def __init__(self, group: Group) -> None:
         assert isinstance(group.retention, State)
         self.block_tokens = group.block_tokens
-        self.checkpoints = group.retention.checkpoints
         self.running = np.zeros(0, np.int64)
-        self._kept: list[list[tuple[int, int]]] = []
 
     def reserve(self, num_slots: int) -> None:
         """Make room for so many requests."""
         more = num_slots - len(self.running)
         self.running = np.concatenate((self.running, np.zeros(more, np.int64)))
-        self._kept += [[] for _ in range(more)]
 
     def open(self, slot: int, row: int) -> None:
+        """Begin a request with a running row of its own."""
         self.running[slot] = row
-        self._kept[slot] = []
-
-    def fork(self, slot: int, twin: int, row: int) -> None:
-        """Begin a request with another's checkpoints and a running row of its own."""
-        self.running[twin] = row
-        self._kept[twin] = list(self._kept[slot])
-
-    def keep(self, slot: int, index: int, row: int) -> None:
-        """Add a checkpoint, the newest one."""
-        self._kept[slot].append((index, row))
-
-    def outdated(self, slot: int) -> Ints:
-        """Give up the oldest checkpoints, where there are more than are kept; their ids."""
-        kept = self._kept[slot]
-        spare = max(0, len(kept) - self.checkpoints)
-        self._kept[slot] = kept[spare:]
-        return np.array([row for _, row in kept[:spare]], np.int64)
-
-    def kept(self, slot: int) -> Blocks:
-        """The checkpoints, oldest first."""
-        pairs = np.array(self._kept[slot], np.int64).reshape(-1, 2)
-        return Blocks(pairs[:, 1].copy(), pairs[:, 0].copy())
 
     def all_ids(self, slot: int) -> Ints:
-        """The running row and the checkpoints."""
-        return np.concatenate((self.running[slot : slot + 1], self.kept(slot).ids))
+        """The running row."""
+        return self.running[slot : slot + 1].copy()
 
     def blocks(self, slot: int) -> Blocks:
-        return Blocks(self.running[slot : slot + 1].copy(), np.zeros(1, np.int64))
+        return Blocks(self.all_ids(slot), np.zeros(1, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class DueCheckpoint:
-    """A checkpoint to be made of a request's state in one group, the `index`-th."""
+    """A checkpoint to be made of a request's state in one group, the one after
+    `(index + 1) · block_tokens` tokens."""
 
     group: int
     slot: int
@@ -86,7 +60,7 @@ class DueCheckpoint:
 
 
 class Checkpoints:
-    """Makes and gives up the checkpoints of all requests."""
+    """Makes the checkpoints of all requests."""
 
     def __init__(
         self,
@@ -100,24 +74,19 @@ class Checkpoints:
         self._states = states
         self._prefixes = prefixes
 
-    def due(
-        self, slots: Ints, num_tokens: Ints
-    ) -> tuple[tuple[DueCheckpoint, ...], tuple[DueCheckpoint, ...]]:
-        """What requests that go on from `num_tokens` have to make, and what they may."""
-        must: list[DueCheckpoint] = []
-        may: list[DueCheckpoint] = []
+    def due(self, slots: Ints, num_tokens: Ints) -> list[DueCheckpoint]:
+        """What requests that go on from `num_tokens` may make for others."""
+        due: list[DueCheckpoint] = []
         for g, states in self._states.items():
             step = states.block_tokens
             at = np.nonzero((num_tokens % step == 0) & (num_tokens > 0))[0]
             for slot, tokens in zip(slots[at].tolist(), num_tokens[at].tolist(), strict=True):
                 made = DueCheckpoint(g, slot, tokens // step - 1)
-                if states.checkpoints:
-                    must.append(made)
-                elif self._wanted(made, tokens):
-                    may.append(made)
-        return tuple(must), tuple(may)
+                if self._is_useful(made, tokens):
+                    due.append(made)
+        return due
 
-    def _wanted(self, due: DueCheckpoint, num_tokens: int) -> bool:
+    def _is_useful(self, due: DueCheckpoint, num_tokens: int) -> bool:
         """Whether later requests could start from the checkpoint, and have no such yet."""
         if not self._prefixes or self._requests.num_known[due.slot] < num_tokens:
             return False
@@ -125,29 +94,18 @@ class Checkpoints:
             return False
         return not self._prefixes.known(due.group, self._hash(due)).all()
 
-    def make(self, must: Sequence[DueCheckpoint], rows: Sequence[int]) -> list[RowCopy]:
-        """Enter checkpoints in rows that are held for them."""
-        copies: list[RowCopy] = []
-        for due, row in zip(must, rows, strict=True):
-            states = self._states[due.group]
-            states.keep(due.slot, due.index, row)
-            self._store(due, row)
-            copies.append(RowCopy(due.group, int(states.running[due.slot]), row))
-            self._pool.release(due.group, states.outdated(due.slot))
-        return copies
-
-    def offer(self, may: Sequence[DueCheckpoint]) -> list[RowCopy]:
+    def offer(self, checkpoints: Sequence[DueCheckpoint]) -> list[RowCopy]:
         """Cache checkpoints for others, if there is room."""
         try:
-            ids = self._pool.hold_all([RowDemand(due.group, 1) for due in may])
+            ids = self._pool.hold_all([RowDemand(due.group, 1) for due in checkpoints])
         except OutOfBlocks:
             return []
         copies: list[RowCopy] = []
-        for due, rows in zip(may, ids, strict=True):
+        for due, rows in zip(checkpoints, ids, strict=True):
             row = int(rows[0])
             self._store(due, row)
             copies.append(RowCopy(due.group, int(self._states[due.group].running[due.slot]), row))
-        for due, rows in zip(may, ids, strict=True):
+        for due, rows in zip(checkpoints, ids, strict=True):
             self._pool.release(due.group, rows)
         return copies
 

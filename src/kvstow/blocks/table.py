@@ -1,11 +1,10 @@
 """Tables: the ids that every request has in one group, and what a step adds to them.
 
-    slot     fixed      ring: logical block k at column fixed + (k - fixed) % ring
-    0      │ 12 13 │ 40 41 42 17 ·  ·  ·  · │        blocks [first, end) are held
-    1      │  5  6 │  ·  ·  · 70 71 72 73 · │
+    slot     logical block k at column k, of a window at column k % width
+    0      │ 40 41 42 17 ·  ·  ·  · │        blocks [first, end) are held
+    1      │  ·  ·  · 70 71 72 73 · │
 
-Full attention has fixed columns only, a window ring columns only, a window with a sink
-both. The ring is as wide as the longest stretch that was ever held, for any length.
+The ring of a window is as wide as the longest stretch that was ever held, for any length.
 """
 
 from collections.abc import Mapping
@@ -16,8 +15,8 @@ import numpy as np
 from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
 from kvstow.plan.group import Group
-from kvstow.plan.retention import first_seen_block, forgets, sink_blocks
-from kvstow.plan.view import Ints
+from kvstow.plan.retention import first_seen_block, forgets
+from kvstow.plan.view import Ints, ceil_div
 from kvstow.route.blocks import Blocks
 
 
@@ -32,10 +31,9 @@ class BlockTable:
         self.block_tokens = group.block_tokens
         self.retention = group.retention
         self.moves = forgets(group.retention)
-        self.fixed = sink_blocks(group.retention, group.block_tokens)
         self.first = np.zeros(0, np.int64)
         self.end = np.zeros(0, np.int64)
-        self._ids = np.zeros((0, self.fixed + 8), np.int64)
+        self._ids = np.zeros((0, 8), np.int64)
 
     def reserve(self, num_slots: int) -> None:
         """Make room for so many requests."""
@@ -49,10 +47,7 @@ class BlockTable:
 
     def held(self, slot: int) -> Ints:
         """Logical blocks that the request holds, ascending."""
-        first, end = int(self.first[slot]), int(self.end[slot])
-        if not self.fixed or first <= self.fixed:
-            return np.arange(0 if self.fixed else first, end)
-        return np.concatenate((np.arange(min(self.fixed, end)), np.arange(first, end)))
+        return np.arange(int(self.first[slot]), int(self.end[slot]))
 
     def ids(self, slot: int, first: int, end: int) -> Ints:
         """Ids of blocks `[first, end)`, all of them held."""
@@ -62,11 +57,7 @@ class BlockTable:
 
     def all_ids(self, slot: int) -> Ints:
         """Ids of everything that the request holds, by logical block."""
-        first, end = int(self.first[slot]), int(self.end[slot])
-        if first <= self.fixed:
-            return self.ids(slot, 0, end)
-        ids = self.ids(slot, first, end)
-        return np.concatenate((self.ids(slot, 0, self.fixed), ids)) if self.fixed else ids
+        return self.ids(slot, int(self.first[slot]), int(self.end[slot]))
 
     def blocks(self, slot: int) -> Blocks:
         return Blocks(self.all_ids(slot), self.held(slot))
@@ -84,12 +75,12 @@ class BlockTable:
             return self.last_ids(slots)
         first = self.first[slots]
         left = self._ids[slots, self._columns(np.maximum(first - 1, 0))] - 1
-        return np.where(first > self.fixed, left, self.last_ids(slots))
+        return np.where(first > 0, left, self.last_ids(slots))
 
     # ── changes ───────────────────────────────────────────────────────────────────
 
     def open(self, slot: int, first: int, end: int) -> None:
-        """Begin a request that has blocks `[first, end)`, and sinks before them."""
+        """Begin a request that has blocks `[first, end)`."""
         self._widen(end, end - first)
         self.first[slot] = first
         self.end[slot] = end
@@ -133,7 +124,7 @@ class BlockTable:
         """
         seen = first_seen_block(self.retention, num_tokens, self.block_tokens)
         seen = np.minimum(seen, self.end[slots])
-        first = np.maximum(self.first[slots], self.fixed) if self.fixed else self.first[slots]
+        first = self.first[slots]
         moved = np.nonzero(seen - first > (more == 0))[0]
         if not len(moved):
             return moved, moved
@@ -147,30 +138,22 @@ class BlockTable:
         return moved[lines], self._ids[slots[lines], self._columns(first[lines] + steps)]
 
     def _columns(self, logical: Ints) -> Ints:
-        if not self.moves:
-            return logical
-        ring = self._ids.shape[1] - self.fixed
-        if not self.fixed:
-            return logical % ring
-        return np.where(logical < self.fixed, logical, self.fixed + (logical - self.fixed) % ring)
+        return logical % self._ids.shape[1] if self.moves else logical
 
     def _stretches(self, first: int, end: int) -> list[slice]:
         """The columns of blocks `[first, end)`, in their order."""
         if not self.moves:
             return [slice(first, end)]
-        fixed = min(end, self.fixed)
-        if first < fixed:
-            return [slice(first, fixed), *(self._stretches(fixed, end) if fixed < end else ())]
-        ring = self._ids.shape[1] - self.fixed
-        start = self.fixed + (first - self.fixed) % ring
-        over = start + end - first - self._ids.shape[1]
+        ring = self._ids.shape[1]
+        start = first % ring
+        over = start + end - first - ring
         if over <= 0:
             return [slice(start, start + end - first)]
-        return [slice(start, self._ids.shape[1]), slice(self.fixed, self.fixed + over)]
+        return [slice(start, ring), slice(0, over)]
 
     def _widen(self, end: int, stretch: int) -> None:
         """Make room for a request that holds so many blocks, or a stretch of them."""
-        needed = self.fixed + stretch if self.moves else end
+        needed = stretch if self.moves else end
         width = self._ids.shape[1]
         if needed <= width:
             return
@@ -180,10 +163,7 @@ class BlockTable:
         if not self.moves:
             self._ids[:, :width] = before
         for slot, ids in zip(slots, held, strict=True):
-            first = int(self.first[slot])
-            sinks = self.fixed if self.fixed < first else 0
-            self.write(slot, 0, ids[:sinks])
-            self.write(slot, first if self.fixed < first else 0, ids[sinks:])
+            self.write(slot, int(self.first[slot]), ids)
 
 
 # ── what a step adds ──────────────────────────────────────────────────────────────────
@@ -262,9 +242,9 @@ def demands_of(g: int, table: BlockTable, count: int, num_tokens: int) -> list[R
     """
     if not table.moves or not table.gaps:
         return [RowDemand(g, count)]
-    end = -(-num_tokens // table.block_tokens)
+    end = ceil_div(num_tokens, table.block_tokens)
     seen = first_seen_block(table.retention, num_tokens, table.block_tokens)
-    brief = min(count, max(0, seen - max(end - count, table.fixed)))
+    brief = min(count, max(0, seen - (end - count)))
     if brief == 0:
         return [RowDemand(g, count, "moving")]
     return [RowDemand(g, count - brief, "moving"), RowDemand(g, brief, "brief")]

@@ -2,10 +2,8 @@
 
 models, plan, size, compare, check   layouts, before anything is allocated
 route, simulate                      what moving and serving would cost
-route_ways                           the four ways of `route`, and the one that an agent takes
 demo, bench                          prefill to decode for real; rates measured here
-peers, top, dash, store              running agents, tiers and stores
-sources                              where `top` and `dash` read what running processes do
+status, store                        running agents, and stores
 remote_store                         the parts of `store` that take a URL
 why                                  where reuse of a prompt ends in a store, and why
 route_requests                       a router between prefill and decode instances
@@ -25,24 +23,21 @@ from kvstow import __version__
 from kvstow.cli.bench import bench
 from kvstow.cli.check import check
 from kvstow.cli.compare import compare
-from kvstow.cli.dash import dash
 from kvstow.cli.demo import demo
 from kvstow.cli.models import models
 from kvstow.cli.output import Commands
-from kvstow.cli.peers import peers
 from kvstow.cli.plan import plan
 from kvstow.cli.route import route
 from kvstow.cli.route_requests import route_requests
 from kvstow.cli.simulate import simulate
 from kvstow.cli.size import size
+from kvstow.cli.status import status
 from kvstow.cli.store import store
-from kvstow.cli.top import top
 from kvstow.cli.why import why
 
 app = typer.Typer(
     name="kvstow",
     cls=Commands,
-    no_args_is_help=True,
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -77,9 +72,7 @@ app.command("route")(route)
 app.command("simulate")(simulate)
 app.command("demo")(demo)
 app.add_typer(bench, name="bench")
-app.command("peers")(peers)
-app.command("top")(top)
-app.command("dash")(dash)
+app.command("status")(status)
 app.add_typer(store, name="store")
 app.command("why")(why)
 app.command("route-requests")(route_requests)

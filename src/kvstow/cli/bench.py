@@ -1,4 +1,4 @@
-"""`kvstow bench`: transfers on this machine, and the rates of a server."""
+"""`kvstow bench`: transfers on this machine."""
 
 import logging
 import os
@@ -11,6 +11,7 @@ from kvstow.cli import options
 from kvstow.cli.output import (
     INTERRUPTED,
     MISUSED,
+    CommandGroup,
     emit_json,
     emit_text,
     human,
@@ -21,9 +22,7 @@ from kvstow.cli.output import (
     write_file,
 )
 
-bench = typer.Typer(
-    no_args_is_help=True, help="Measure transfers on this machine, or a server's rates."
-)
+bench = typer.Typer(cls=CommandGroup, help="Measure transfers on this machine.")
 
 Rows = Annotated[int, typer.Option("--rows", min=1, help="Rows of one request.")]
 Layers = Annotated[
@@ -33,7 +32,7 @@ Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Rounds; the best
 Tcp = Annotated[bool, typer.Option("--tcp", help="Use TCP on loopback, as between hosts.")]
 Device = Annotated[str, typer.Option("--device", help="Where the arenas are: cpu, cuda:0 …")]
 Way = Annotated[
-    Literal["read", "rows", "write", "staged"] | None,
+    Literal["read", "write", "slots"] | None,
     typer.Option(
         "--direction",
         help="Force a direction; without it, the fastest is measured.",
@@ -99,69 +98,6 @@ def _check_device(device: str) -> None:
         refuse(f"--device {device}: {why}\n\nhint: cpu is always there", code=MISUSED)
 
 
-Url = Annotated[
-    str,
-    typer.Argument(metavar="URL", help="The server's address, without /v1.", show_default=False),
-]
-Served = Annotated[
-    str | None,
-    typer.Option("--model", help="The model to ask.", show_default="the server's first"),
-]
-PromptTokens = Annotated[
-    int, typer.Option("--prompt-tokens", min=16, help="Length of the long prompt.")
-]
-AtOnce = Annotated[int, typer.Option("--requests", min=1, max=4096, help="Concurrent requests.")]
-NewTokens = Annotated[int, typer.Option("--new-tokens", min=4, help="Tokens per answer.")]
-Prompts = Annotated[
-    int,
-    typer.Option(
-        "--repeats", min=1, help="Prompts of each length, short and long; the median counts."
-    ),
-]
-
-
-@bench.command("serving")
-def serving(
-    url: Url,
-    model: Served = None,
-    prompt_tokens: PromptTokens = 4096,
-    requests: AtOnce = 32,
-    new_tokens: NewTokens = 64,
-    repeats: Prompts = 3,
-    output: Output = None,
-    json: options.Json = False,
-) -> None:
-    """Measure the rates of a server with the completions API.
-
-    `kvstow simulate --profile FILE` takes what --output writes. The server should have nothing
-    else to do, and room for the long prompt.
-    """
-    options.check_url(url)
-    _check_output(output)
-    from kvstow.testing.measure.serving import CompletionsEngine, measured, served_model
-
-    engine = CompletionsEngine(url=url, model=model or served_model(url))
-    note(f"asking {engine.model}: {repeats} short prompts, {repeats} long ones, {requests} at once")
-    found = measured(
-        engine,
-        prompt_tokens=prompt_tokens,
-        requests=requests,
-        tokens=new_tokens,
-        repeats=repeats,
-    )
-    _write(found, output)
-    if json:
-        emit_json(found)
-    else:
-        emit_text(
-            f"{found['model']} at {url}",
-            f"{found['prefill_rate']:,.0f} prompt tokens per second, from one prompt of "
-            f"{prompt_tokens:,}\n{found['decode_rate']:,.0f} output tokens per second, {requests} "
-            f"requests at once\n{1e3 * found['step_seconds']:.2f} ms from token to token, one "
-            "request alone",
-        )
-
-
 def _check_output(output: Path | None) -> None:
     """Ends with 2, before anything is measured, where no file can be."""
     if output is None:
@@ -182,7 +118,6 @@ NAMES = {
     "raw": "one contiguous buffer, NIXL alone",
     "contiguous": "rows in order, pulled",
     "rows": "rows scattered, pulled",
-    "one track": "rows scattered, pulled by one thread",
     "sampled": "rows scattered, pulled, digest sampled",
     "prepared": "pieces of 16 KiB picked from lists, NIXL alone",
     "built": "pieces of 16 KiB listed per request, NIXL alone",

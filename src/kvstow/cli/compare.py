@@ -16,6 +16,7 @@ from kvstow.cli.output import (
     FAILED,
     HINT,
     MISUSED,
+    command_line,
     emit_json,
     emit_text,
     human,
@@ -26,15 +27,15 @@ from kvstow.cli.output import (
     write_file,
 )
 from kvstow.errors import ModelError, PlanError
-from kvstow.plan.deployment import (
+from kvstow.plan.layout import ORDERS, Order
+from kvstow.plan.pack import PACKINGS, Packing
+from kvstow.plan.sizing.plan import (
     MAX_BLOCK_TOKENS,
     MAX_RANKS,
     USUAL_TOKENS,
     Deployment,
     RankLayers,
 )
-from kvstow.plan.layout import ORDERS, Order
-from kvstow.plan.pack import PACKINGS, Packing
 from kvstow.plan.sizing.report import alike, compared_figures, mark_best
 from kvstow.plan.words import parse_order
 
@@ -135,7 +136,7 @@ def compare(
     layouts = [line for each in deployments for line in _compared(each, rank, choices)]
     mark_best(layouts)
     document = _document(first, layouts)
-    _write(document, csv, html)
+    _write(document, csv, html, arena=_arena(first))
     if json:
         emit_json(document)
     elif csv != Path("-"):
@@ -306,7 +307,9 @@ def _arena(first: RankLayers) -> str:
 # ── files ─────────────────────────────────────────────────────────────────────────────
 
 
-def _write(document: dict[str, Any], csv_file: Path | None, html: Path | None) -> None:
+def _write(
+    document: dict[str, Any], csv_file: Path | None, html: Path | None, *, arena: str
+) -> None:
     if csv_file == Path("-"):
         typer.echo(as_csv(document), nl=False)
     elif csv_file is not None:
@@ -318,7 +321,8 @@ def _write(document: dict[str, Any], csv_file: Path | None, html: Path | None) -
 
         title = f"{document['model']}: layouts compared"
         data = {"kvstow": __version__, "usual_tokens": USUAL_TOKENS, **document}
-        data["lines"] = alike(document["layouts"])
+        data |= {"lines": alike(document["layouts"]), "arena": f"arena {arena}"}
+        data["command"] = command_line()
         write_file(html, page(title, data, ("sweep.js",)))
         note(f"page written to {html}")
 

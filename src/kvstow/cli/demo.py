@@ -27,21 +27,13 @@ Prompts = Annotated[
     ),
 ]
 NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Maximum tokens per answer.")]
-MOST_RANKS = 16
-"""Each is a process with a model of its own."""
-TpPrefill = Annotated[
-    int, typer.Option("--tp-prefill", min=1, max=MOST_RANKS, help="Ranks that prefill.")
-]
-TpDecode = Annotated[
-    int, typer.Option("--tp-decode", min=1, max=MOST_RANKS, help="Ranks that decode.")
-]
 BlockTokens = Annotated[int, typer.Option("--block-tokens", min=1, help="Tokens per block.")]
 BlockTokensDecode = Annotated[
     int | None,
     typer.Option(
         "--block-tokens-decode",
         min=1,
-        help="Tokens per block of the ranks that decode.",
+        help="Tokens per block where answers are decoded.",
         show_default="as --block-tokens",
     ),
 ]
@@ -51,7 +43,7 @@ OrderDecode = Annotated[
         "--order-decode",
         parser=options.order,
         metavar="ORDER",
-        help="Axes of the ranks that decode.",
+        help="Axes where answers are decoded.",
         show_default="as --order",
     ),
 ]
@@ -61,7 +53,7 @@ Memory = Annotated[
         "--memory",
         parser=options.size,
         metavar="SIZE",
-        help="Memory for each rank's rows.",
+        help="Memory for each side's rows.",
         show_default="256MiB",
     ),
 ]
@@ -84,8 +76,6 @@ def demo(
     model: Model = "smollm2",
     prompt: Prompts = None,
     new_tokens: NewTokens = 24,
-    tp_prefill: TpPrefill = 1,
-    tp_decode: TpDecode = 1,
     block_tokens: BlockTokens = 16,
     block_tokens_decode: BlockTokensDecode = None,
     order: options.OrderName = "BLHNC",
@@ -104,9 +94,8 @@ def demo(
 
     _check_model(model)
     _check_installed(model)
-    from kvstow.demo.options import PROMPTS, DemoOptions
     from kvstow.demo.screen import Screen
-    from kvstow.demo.story import run
+    from kvstow.demo.story import PROMPTS, DemoOptions, run
 
     if prompt is not None and not all(prompt):
         refuse("--prompt is empty\n\nhint: ask something", code=MISUSED)
@@ -114,8 +103,6 @@ def demo(
         model=model,
         prompts=tuple(prompt or PROMPTS),
         new_tokens=new_tokens,
-        tp_prefill=tp_prefill,
-        tp_decode=tp_decode,
         block_tokens=block_tokens,
         block_tokens_decode=block_tokens_decode or block_tokens,
         order=order,

@@ -17,10 +17,9 @@ import typer
 
 from kvstow.cli.output import MISUSED, note, refuse
 from kvstow.errors import ManifestError, ModelError, PlanError, TransferError
-from kvstow.plan.alignment import Alignment, Demand
-from kvstow.plan.deployment import MAX_BLOCK_TOKENS, Deployment, RankLayers, repacked
 from kvstow.plan.layout import ORDERS, Layout, Order
-from kvstow.plan.pack import PACKINGS, Packing
+from kvstow.plan.pack import PACKINGS, Alignment, Demand, Packing
+from kvstow.plan.sizing.plan import MAX_BLOCK_TOKENS, Deployment, RankLayers, repacked
 from kvstow.plan.words import counted, parse_order, parse_size
 
 _USUAL = Alignment()
@@ -59,18 +58,16 @@ def alignment(wishes: Iterable[str]) -> Alignment:
         if (what or "page") in asked:
             asked[what or "page"] = multiple
         else:
-            demands.append(Demand(layers=what, offset_multiple=multiple, stride_multiple=multiple))
+            demands.append(Demand(layers=what, multiple=multiple))
     return Alignment(
         page=asked["page"],
         row=asked["row"],
-        base=lcm(*asked.values(), *(demand.offset_multiple for demand in demands)),
+        base=lcm(*asked.values(), *(demand.multiple for demand in demands)),
         demands=tuple(demands),
     )
 
 
 MAX_SLABS = (1 << 63) - 1
-MAX_WAIT = 86_400
-"""Seconds between two looks at a running process: a day."""
 MODEL_HELP = "A catalogue name, a config.json or a directory that holds one."
 
 
@@ -241,7 +238,7 @@ def _check_patterns(alignment: Alignment, names: list[str]) -> None:
     for demand in alignment.demands:
         if not any(fnmatchcase(name, demand.layers) for name in names):
             refuse(
-                f"--align {demand.layers}={demand.offset_multiple} matches none of the "
+                f"--align {demand.layers}={demand.multiple} matches none of the "
                 f"{len(names)} layers\n\nhint: page, row, base, or a pattern of names like "
                 f"{names[0]!r}",
                 code=MISUSED,

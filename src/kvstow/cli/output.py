@@ -7,14 +7,18 @@
 
 import errno
 import json
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from shlex import join
+from typing import Any, NoReturn, Protocol
 
 import typer
 from typer.core import TyperGroup
 
 from kvstow.errors import BackendMissing, KvstowError
+from kvstow.plan.words import human as human
 
 WIDTH = 80
 HINT = "\n\nhint: "
@@ -37,12 +41,19 @@ SECTIONS = {
     "Plan": ("models", "plan", "size", "compare", "check"),
     "Estimate": ("route", "simulate"),
     "Try and measure": ("demo", "bench"),
-    "Operate": ("peers", "top", "dash", "store", "why", "route-requests"),
+    "Operate": ("status", "store", "why", "route-requests"),
 }
 """The commands as `kvstow --help` lists them."""
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
+    """Commands that print their help where none is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
+
+
+class Commands(CommandGroup):
     """The commands; what kvstow raises on purpose ends as a message, not as a traceback."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -102,6 +113,43 @@ def note(message: str) -> None:
     typer.echo(f"note: {message}", err=True)
 
 
+class Report(Protocol):
+    """The answer to one question."""
+
+    def as_json(self) -> object: ...
+
+
+def show(report: Report, *, json: bool) -> None:
+    """The report on stdout: its JSON document, or its text."""
+    if json:
+        emit_json(report.as_json())
+    else:
+        typer.echo(str(report))
+
+
+def command_line() -> str:
+    """What was typed, as a shell takes it; pages show it."""
+    return join(["kvstow", *sys.argv[1:]])
+
+
+def is_terminal() -> bool:
+    """Whether somebody watches stdout."""
+    return sys.stdout.isatty()
+
+
+def slow_progress(what: str, *, after: float = 2.0) -> Callable[[int, int], None]:
+    """Says on stderr how far something is, a line every `after` seconds."""
+    said = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > after:
+            said = time.monotonic()
+            note(f"{done:,} of {total:,} {what}")
+
+    return progress
+
+
 def emit_json(document: object) -> None:
     """The document on stdout, two spaces per level, in ASCII."""
     typer.echo(json.dumps(document, indent=2))
@@ -141,16 +189,6 @@ def wrapped(text: str, *, indent: str = "  ") -> str:
     from textwrap import fill
 
     return fill(text, WIDTH, subsequent_indent=indent)
-
-
-def human(nbytes: int | float) -> str:
-    """`20 GiB`: four digits at most, so not exact."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if float(f"{size:.4g}") < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} PiB"
 
 
 def exact(nbytes: int | float) -> str:

@@ -1,7 +1,7 @@
 """`kvstow plan`: the layout of a model, and what it costs and holds."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,16 +15,23 @@ from kvstow.cli.output import (
     human,
     note,
     refuse,
+    slow_progress,
     table,
     write_file,
 )
-from kvstow.plan.deployment import Deployment, RankLayers
-from kvstow.plan.sizing.report import padding_fractions, plan_figures, tensor_bytes
+from kvstow.plan.sizing.plan import Deployment, Plan
+from kvstow.plan.sizing.report import LENGTHS, padding_fractions, plan_figures, tensor_bytes
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
 
 STDOUT = Path("-")
+Tokens = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens", min=1, help="Length of a request in tokens.", show_default="four lengths"
+    ),
+]
 
 
 def plan(
@@ -39,6 +46,7 @@ def plan(
     memory: options.Memory = None,
     num_slabs: options.NumSlabs = None,
     align: options.Align = None,
+    tokens: Tokens = None,
     name: options.Name = None,
     manifest: options.ManifestFile = None,
     html: options.HtmlFile = None,
@@ -59,22 +67,21 @@ def plan(
         num_slabs=num_slabs,
         alignment=options.alignment(align or ()),
     )
-    what = on_rank(deployment, rank)
-    layout = what.layout()
+    found = Plan.of(on_rank(deployment, rank))
     if manifest is not None:
-        _write_manifest(manifest, layout, json=json)
+        _write_manifest(manifest, found.layout, json=json)
     if html is not None:
         from kvstow.render.plan_page import plan_page
 
-        write_file(html, plan_page(what, layout, packing))
+        write_file(html, plan_page(found, slow_progress("plans for the page")))
         note(f"page written to {html}")
     if manifest == STDOUT:
         return
-    figures = plan_figures(what, layout)
+    figures = plan_figures(found, LENGTHS if tokens is None else (tokens,))
     if json:
         emit_json(figures)
     else:
-        emit_text(*_report(what, layout, figures))
+        emit_text(*_report(found, figures))
 
 
 def _write_manifest(file: Path, layout: "Layout", *, json: bool) -> None:
@@ -93,21 +100,22 @@ def _write_manifest(file: Path, layout: "Layout", *, json: bool) -> None:
     typer.get_binary_stream("stdout").write(encode(layout))
 
 
-def _report(what: RankLayers, layout: "Layout", figures: dict[str, Any]) -> list[str]:
+def _report(plan: Plan, figures: dict[str, Any]) -> list[str]:
     from kvstow.render.text import are_rows, rows_picture, slab_picture
 
-    parts = [_heading(what, figures), _groups(layout, figures), slab_picture(layout)]
+    layout = plan.layout
+    parts = [_heading(plan, figures), _groups(layout, figures), slab_picture(layout)]
     if are_rows(layout) and any(rows.rows_per_slab > 1 for rows in layout.groups):
         parts.append(rows_picture(layout))
     parts += [_moving(layout, figures), _holding(figures)]
     return parts
 
 
-def _heading(what: RankLayers, figures: dict[str, Any]) -> str:
-    asked = what.deployment
+def _heading(plan: Plan, figures: dict[str, Any]) -> str:
+    asked = plan.deployment
     return (
         f"{figures['model']}\n"
-        f"rank {what.rank} of tp {asked.tp} × pp {asked.pp}, {figures['kv_dtype']}, order "
+        f"rank {plan.rank} of tp {asked.tp} × pp {asked.pp}, {figures['kv_dtype']}, order "
         f"{figures['order']}, packing {asked.packing}\n"
         f"arena {human(figures['arena_bytes'])} in one region: {figures['num_slabs']:,} slabs of "
         f"{exact(figures['slab_bytes'])}\n"

@@ -21,12 +21,11 @@ from kvstow.cli.output import (
     wrapped,
     write_file,
 )
-from kvstow.cli.route_ways import link_named, prices_named, ways_document, ways_text
 from kvstow.errors import RouteError
 from kvstow.plan.layout import ORDERS, Layout, Order
 
 if TYPE_CHECKING:
-    from kvstow.route.price import LinkSpeed, Price
+    from kvstow.route.price import Link, Price, RequestPrice
     from kvstow.route.route import Claims, Route
 
 SPEC_HELP = "A manifest, or MODEL@tp=2,pp=1,rank=0,order=BHLNC,block_tokens=64,packing=slab."
@@ -42,16 +41,9 @@ LinkName = Annotated[
     str,
     typer.Option(
         "--link",
-        help="What the bytes travel on: pcie4, pcie5, nvlink, shm (one host), ib200, ib400, ib800, "
-        "tcp10, tcp25, tcp100, or GB_PER_S:MICROS, the time per copy.",
-    ),
-]
-MemoryName = Annotated[
-    str,
-    typer.Option(
-        "--rows-in",
-        help="Memory that holds the rows of both sides: device or host; append :GB_PER_S:MICROS "
-        "to set its copy speed.",
+        help="What the bytes travel on. One node: gpu (one GPU), nvlink, pcie4, pcie5, shm (host "
+        "memory). A network: ib200, ib400, ib800, tcp10, tcp25, tcp100, or GB_PER_S:MICROS, the "
+        "time per copy.",
     ),
 ]
 NumTokens = Annotated[int, typer.Option("--tokens", min=1, help="Request length in tokens.")]
@@ -61,20 +53,17 @@ def route(
     source: From,
     destination: To,
     link: LinkName = "ib400",
-    memory: MemoryName = "device",
     tokens: NumTokens = 8192,
     html: options.HtmlFile = None,
     json: options.Json = False,
 ) -> None:
     """What moving blocks between two layouts costs."""
-    way, prices = link_named(link), prices_named(link, memory)
+    line = link_named(link)
     here, there = named(source, one_rank=False), named(destination, one_rank=True)
-    found = _rank_routes(here.layouts, there.layouts[0])
-    document = _document(here, there, found, way, tokens)
-    by_rank = {here.ranks[each.index]: each.route for each in found}
-    document["ways"] = ways_document(by_rank, tokens, prices)
+    routes = _rank_routes(here.layouts, there.layouts[0])
+    document = _document(here, there, routes, line, tokens)
     if html is not None:
-        write_file(html, _page(document, here, there, found))
+        write_file(html, _page(document, here, there, routes))
         note(f"page written to {html}")
     if json:
         emit_json(document)
@@ -93,7 +82,7 @@ class RankRoute:
 
 def _rank_routes(layouts: Sequence[Layout], destination: Layout) -> tuple[RankRoute, ...]:
     """All ranks of the source if there are several to choose from, else the one."""
-    from kvstow.route.route import route as route_between
+    from kvstow.route.route import plan_route
     from kvstow.route.sources import sources
 
     if len(layouts) > 1:
@@ -102,7 +91,7 @@ def _rank_routes(layouts: Sequence[Layout], destination: Layout) -> tuple[RankRo
         except RouteError as error:
             raise RouteError(_said_once(error.differences)) from error
         return tuple(RankRoute(source.index, source.route, source.claims) for source in found)
-    return (RankRoute(0, route_between(layouts[0], destination), None),)
+    return (RankRoute(0, plan_route(layouts[0], destination), None),)
 
 
 def _said_once(differences: Sequence[str]) -> tuple[str, ...]:
@@ -117,14 +106,42 @@ def _said_once(differences: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"source {', '.join(of)}: {what}" if of else what for what, of in ranks.items())
 
 
+def link_named(text: str) -> "Link":
+    """A known link, or `GIGABYTES:MICROS` of a network."""
+    from kvstow.route.price import LINKS, Link
+
+    known = {link.name: link for link in LINKS}
+    if text in known:
+        return known[text]
+    rate, _, cost = text.partition(":")
+    try:
+        link = Link(
+            name=text, bytes_per_second=float(rate) * 1e9, seconds_per_copy=float(cost) * 1e-6
+        )
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not a link\n\nhint: one of {', '.join(known)}, or 12.5:5 for 12.5 GB/s "
+            "and 5 µs per copy",
+            param_hint="'--link'",
+        ) from None
+    if not (0 < link.bytes_per_second < float("inf") and 0 <= link.seconds_per_copy < 1):
+        raise typer.BadParameter(
+            f"{text!r}: a rate above 0 and a cost of at least 0 are needed", param_hint="'--link'"
+        )
+    return link
+
+
 def _document(
-    here: Named, there: Named, found: Sequence[RankRoute], link: "LinkSpeed", tokens: int
+    here: Named, there: Named, routes: Sequence[RankRoute], link: "Link", tokens: int
 ) -> dict[str, Any]:
+    from kvstow.route.price import RequestPrice
+
     destination = there.layouts[0]
-    routes = [source.route for source in found]
-    groups = [_group(destination, g, routes, tokens) for g in range(len(destination.groups))]
-    moves = sum(group["request_moves"] for group in groups)
-    nbytes = sum(group["request_bytes"] for group in groups)
+    groups = [
+        _group(destination, g, [each.route for each in routes], tokens)
+        for g in range(len(destination.groups))
+    ]
+    prices = [RequestPrice.of(each.route, tokens, link) for each in routes]
     sizes = [group for group in groups if group["lanes"]]
     return {
         "model": destination.model,
@@ -137,24 +154,37 @@ def _document(
         "min_move_bytes": min((group["min_move_bytes"] for group in sizes), default=0),
         "max_move_bytes": max((group["max_move_bytes"] for group in sizes), default=0),
         "groups": groups,
-        "sources": [_source(here, destination, source) for source in found],
-        "request": {"tokens": tokens, "moves": moves, "bytes": nbytes},
+        "sources": [
+            _source(here, destination, each, price)
+            for each, price in zip(routes, prices, strict=True)
+        ],
+        "request": {
+            "tokens": tokens,
+            "moves": sum(price.copies for price in prices),
+            "bytes": sum(price.nbytes for price in prices),
+        },
         "link": {
             "name": link.name,
             "bytes_per_second": link.bytes_per_second,
             "seconds_per_move": link.seconds_per_copy,
-            "seconds": link.seconds(moves, nbytes),
-            "seconds_of_copies": moves * link.seconds_per_copy,
+            "is_one_node": link.is_one_node,
         },
-        "cheapest": [
-            best
-            | {
-                "seconds": link.seconds(best["request_moves"], nbytes),
-                "saved_seconds": (moves - best["request_moves"]) * link.seconds_per_copy,
-            }
-            for best in cheapest(here, there, found, tokens)
-        ],
+        "ways": _ways(prices, link),
+        **_taken(prices),
+        "cheapest": cheapest(here, there, routes, link, tokens),
     }
+
+
+def _ways(prices: "Sequence[RequestPrice]", link: "Link") -> dict[str, float]:
+    """Seconds of each way that the link has."""
+    by_rank = [link.ways(price.copies, price.nbytes) for price in prices]
+    return {way: sum(ways[way] for ways in by_rank) for way in by_rank[0]}
+
+
+def _taken(prices: "Sequence[RequestPrice]") -> dict[str, Any]:
+    """The way or ways that an agent takes, and their time in all."""
+    way = " and ".join(sorted({price.way for price in prices}))
+    return {"way": way, "seconds": sum(price.seconds for price in prices)}
 
 
 def _group(layout: Layout, group: int, routes: "Sequence[Route]", tokens: int) -> dict[str, Any]:
@@ -173,12 +203,6 @@ def _group(layout: Layout, group: int, routes: "Sequence[Route]", tokens: int) -
         **_figures(cost),
         "request_moves": ceil(cost.copies * blocks),
         "request_bytes": ceil(cost.nbytes * blocks),
-        "rows": {
-            "reads_per_block": _number(cost.reads),
-            "bytes_per_block": _number(cost.read_bytes),
-            "request_reads": ceil(cost.reads * blocks),
-            "request_bytes": ceil(cost.read_bytes * blocks),
-        },
     }
 
 
@@ -196,7 +220,9 @@ def _number(value: Fraction | int) -> int | float:
     return int(value) if Fraction(value).denominator == 1 else round(float(value), 3)
 
 
-def _source(here: Named, destination: Layout, source: RankRoute) -> dict[str, Any]:
+def _source(
+    here: Named, destination: Layout, source: RankRoute, cost: "RequestPrice"
+) -> dict[str, Any]:
     from kvstow.route.price import price
 
     layout = here.layouts[source.index]
@@ -208,8 +234,10 @@ def _source(here: Named, destination: Layout, source: RankRoute) -> dict[str, An
         "rank": here.ranks[source.index],
         "tp_rank": layout.tp[0],
         "pp_rank": layout.pp[0],
-        "moves_per_block": _number(sum((cost.copies for cost in costs), Fraction(0))),
-        "bytes_per_block": _number(sum((cost.nbytes for cost in costs), Fraction(0))),
+        "moves_per_block": _number(sum((each.copies for each in costs), Fraction(0))),
+        "bytes_per_block": _number(sum((each.nbytes for each in costs), Fraction(0))),
+        "way": cost.way,
+        "seconds": cost.seconds,
     }
 
 
@@ -236,50 +264,58 @@ def _page(document: dict[str, Any], here: Named, there: Named, found: Sequence[R
 
 
 def cheapest(
-    here: Named, there: Named, found: Sequence[RankRoute], tokens: int
+    here: Named, there: Named, routes: Sequence[RankRoute], link: "Link", tokens: int
 ) -> list[dict[str, Any]]:
-    """The order with the fewest moves per block for the source, the destination, or both."""
+    """The quickest order for the source, the destination, or both, by the way that an agent takes.
+
+    Where none is quicker than the orders as they are, it is these.
+    """
     ours, theirs = ({order: side.reordered(order) for order in ORDERS} for side in (here, there))
-    mine, yours = here.layouts[0].order, there.layouts[0].order
+    present = here.layouts[0].order, there.layouts[0].order
     changes: tuple[tuple[str, list[tuple[Order, Order]]], ...] = (
-        ("from", [(order, yours) for order in ORDERS]),
-        ("to", [(mine, order) for order in ORDERS]),
+        ("from", [(order, present[1]) for order in ORDERS]),
+        ("to", [(present[0], order) for order in ORDERS]),
         ("both", [(order, order) for order in ORDERS]),
     )
-    best: list[dict[str, Any]] = []
-    for change, pairs in changes:
-        costs = {pair: _moves(ours[pair[0]], theirs[pair[1]][0], found, tokens) for pair in pairs}
-        (one, other), (moves, of_request) = min(
-            costs.items(), key=lambda item: (item[1], item[0] != (mine, yours))
-        )
-        best.append(
-            {
-                "change": change,
-                "orders": [one, other],
-                "moves_per_block": _number(moves),
-                "request_moves": of_request,
-            }
-        )
-    return best
-
-
-def _moves(
-    layouts: Sequence[Layout], destination: Layout, found: Sequence[RankRoute], tokens: int
-) -> tuple[Fraction, int]:
-    """Moves per block, and of a request, when the same parts come from the same ranks."""
-    from kvstow.route.price import price
-    from kvstow.route.route import route as route_between
-
-    ways = [
-        route_between(layouts[source.index], destination, claims=source.claims) for source in found
+    prices = {
+        pair: _reordered(ours[pair[0]], theirs[pair[1]][0], routes, link, tokens)
+        for pair in {present, *(pair for _, pairs in changes for pair in pairs)}
+    }
+    seconds = {pair: price["seconds"] for pair, price in prices.items()}
+    best = {change: min((present, *pairs), key=seconds.__getitem__) for change, pairs in changes}
+    return [
+        {
+            "change": change,
+            "orders": list(pair),
+            **prices[pair],
+            "saved_seconds": seconds[present] - seconds[pair],
+        }
+        for change, pair in best.items()
     ]
-    total, of_request = Fraction(0), 0
-    for group, rows in enumerate(destination.groups):
-        copies = price([c for way in ways for c in way.pairs if c.groups[1] == group]).copies
-        total += copies
-        blocks = rows.group.rows_needed(tokens)
-        of_request += ceil(copies * blocks)
-    return total, of_request
+
+
+def _reordered(
+    layouts: Sequence[Layout],
+    destination: Layout,
+    routes: Sequence[RankRoute],
+    link: "Link",
+    tokens: int,
+) -> dict[str, Any]:
+    """What a request costs when the same parts come from the same ranks in other orders."""
+    from kvstow.route.price import RequestPrice, price
+    from kvstow.route.route import plan_route
+
+    ways = [plan_route(layouts[each.index], destination, claims=each.claims) for each in routes]
+    prices = [RequestPrice.of(way, tokens, link) for way in ways]
+    by_group = (
+        price(pair for way in ways for pair in way.pairs if pair.groups[1] == g).copies
+        for g in range(len(destination.groups))
+    )
+    return {
+        "moves_per_block": _number(sum(by_group, Fraction(0))),
+        "request_moves": sum(each.copies for each in prices),
+        **_taken(prices),
+    }
 
 
 # ── text ──────────────────────────────────────────────────────────────────────────────
@@ -309,7 +345,7 @@ def _report(document: dict[str, Any]) -> list[str]:
         "moves of neighbouring blocks are joined where both sides allow it",
         _sources_text(document["sources"]),
         _time_text(document),
-        ways_text(document["ways"]),
+        _ways_text(document),
         _orders_text(document),
     ]
 
@@ -330,33 +366,51 @@ def _sources_text(sources: list[dict[str, Any]]) -> str:
 
 def _time_text(document: dict[str, Any]) -> str:
     link, request = document["link"], document["request"]
-    part = link["seconds_of_copies"] / link["seconds"] if link["seconds"] else 0.0
     return wrapped(
         f"{request['tokens']:,} tokens: {request['moves']:,} moves, {human(request['bytes'])}, "
-        f"about {duration(link['seconds'])} on {link['name']} "
-        f"({link['bytes_per_second'] / 1e9:g} GB/s, {link['seconds_per_move'] * 1e6:g} µs per "
-        f"move: {part:.0%} of the time)"
+        f"about {duration(document['seconds'])} on {link['name']} "
+        f"({link['bytes_per_second'] / 1e9:g} GB/s, {link['seconds_per_move'] * 1e6:g} µs per move)"
     )
+
+
+WAYS = {
+    "mapped": "each copied out of memory of the same node",
+    "direct": "each move a read or a write of its own",
+    "slots": "gathered into slots, which travel whole",
+}
+
+
+def _ways_text(document: dict[str, Any]) -> str:
+    taken = document["way"].split(" and ")
+    rows = [
+        (f"{way} ←" if way in taken else way, WAYS[way], duration(seconds))
+        for way, seconds in document["ways"].items()
+    ]
+    return table(("way", "moves are", "time"), rows, num_left=2) + "\n\n← what an agent takes"
 
 
 def _orders_text(document: dict[str, Any]) -> str:
-    named = {"from": "another order in FROM", "to": "another order in TO", "both": "one in both"}
-    given = document["link"]["seconds"]
-    least = min((given, *(best["seconds"] for best in document["cheapest"])))
-    rows = [_order_row("as given", document, given, least)]
-    rows += [
-        _order_row(named[best["change"]], best, best["seconds"], least)
-        for best in document["cheapest"]
+    present = document["seconds"]
+    least = min(document["cheapest"], key=lambda best: best["seconds"])
+    names = {"from": "another order in FROM", "to": "another order in TO", "both": "one in both"}
+    lines = [
+        ("as given", document),
+        *((names[best["change"]], best) for best in document["cheapest"]),
     ]
-    saved = given - least
-    words = (
-        f"← {duration(saved)} less than as given: {saved / given:.0%} saved" if saved > 0 else ""
-    )
-    shown = table(("cheapest with", "orders", "moves per block", "time"), rows, num_left=2)
-    return f"{shown}\n\n{words}" if words else shown
-
-
-def _order_row(name: str, line: dict[str, Any], seconds: float, least: float) -> tuple[str, ...]:
-    mark = "←" if seconds == least else " "
-    orders = " → ".join(line["orders"])
-    return (name, orders, f"{line['moves_per_block']:,}", f"{duration(seconds)} {mark}")
+    is_quicker = least["seconds"] < present
+    marked = min(least["seconds"], present)
+    rows = [
+        (
+            name,
+            " → ".join(line["orders"]),
+            f"{line['moves_per_block']:,}",
+            line["way"],
+            f"{duration(line['seconds'])} {'←' if line['seconds'] == marked else ' '}",
+        )
+        for name, line in lines
+    ]
+    shown = table(("with", "orders", "moves per block", "way", "time"), rows, num_left=2)
+    if not is_quicker:
+        return f"{shown}\n\n← no order is quicker than as given"
+    saved = least["saved_seconds"]
+    return f"{shown}\n\n← {duration(saved)} less than as given: {saved / present:.0%} saved"

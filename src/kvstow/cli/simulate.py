@@ -1,28 +1,16 @@
 """`kvstow simulate`: a trace of requests on the block ledger, under one or two policies."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import join
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvstow.cli import options
 from kvstow.cli.options import check_arena, on_rank
-from kvstow.cli.output import (
-    MISUSED,
-    emit_json,
-    emit_text,
-    human,
-    note,
-    refuse,
-    table,
-    wrapped,
-    write_file,
-)
+from kvstow.cli.output import MISUSED, emit_json, emit_text, note, refuse, write_file
 from kvstow.errors import TraceError
-from kvstow.plan.deployment import Deployment, RankLayers
-from kvstow.plan.words import counted
+from kvstow.plan.sizing.plan import Deployment, RankLayers
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
@@ -38,7 +26,7 @@ TraceName = Annotated[
     typer.Option(
         "--trace",
         metavar="MIX|FILE",
-        help="chat, document, agent, or a file: JSON lines, Mooncake's or Azure's trace.",
+        help="chat, agent, document, single, or a file: JSON lines, Mooncake's or Azure's trace.",
     ),
 ]
 PolicyName = Annotated[
@@ -49,12 +37,9 @@ NumRequests = Annotated[
     int, typer.Option("--requests", min=1, help="Requests of a synthetic trace.")
 ]
 Rate = Annotated[
-    float | None,
+    float,
     typer.Option(
-        "--rate",
-        min=0.001,
-        help="Requests per second of a synthetic trace.",
-        show_default="all at once",
+        "--rate", min=0.001, help="Requests per second of a synthetic trace; inf: all at once."
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the synthetic trace.")]
@@ -69,26 +54,20 @@ MaxSeconds = Annotated[
     ),
 ]
 Chunk = Annotated[
-    int | None,
-    typer.Option(
-        "--chunk-tokens",
-        min=1,
-        help="Most tokens of a prompt computed in one step.",
-        show_default="2048",
-    ),
+    int,
+    typer.Option("--chunk-tokens", min=1, help="Most tokens of a prompt computed in one step."),
 ]
 PrefillRate = Annotated[
-    float | None,
+    float,
     typer.Option(
         "--prefill-rate",
         min=0.001,
         metavar="TOKENS",
-        help="Prompt tokens computed per second.",
-        show_default="no limit",
+        help="Prompt tokens computed per second; inf: they take no time.",
     ),
 ]
 DecodeRate = Annotated[
-    float | None,
+    float,
     typer.Option(
         "--decode-rate",
         min=0.001,
@@ -98,23 +77,8 @@ DecodeRate = Annotated[
     ),
 ]
 StepSeconds = Annotated[
-    float | None,
-    typer.Option(
-        "--step-seconds",
-        min=0.0001,
-        help="Shortest time that a step takes.",
-        show_default="0.025",
-    ),
-]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile",
-        metavar="FILE",
-        help="An engine's rates as JSON, such as kvstow bench serving writes; the options "
-        "above override it.",
-        show_default=False,
-    ),
+    float,
+    typer.Option("--step-seconds", min=0.0001, help="Shortest time that a step takes."),
 ]
 
 
@@ -122,15 +86,14 @@ def simulate(
     model: options.ModelName,
     trace: TraceName = "chat",
     policy: PolicyName = "slab",
-    requests: NumRequests = 2000,
-    rate: Rate = None,
+    requests: NumRequests = 1000,
+    rate: Rate = 4.0,
     seed: Seed = 0,
     seconds: MaxSeconds = None,
-    chunk_tokens: Chunk = None,
-    prefill_rate: PrefillRate = None,
-    decode_rate: DecodeRate = None,
-    step_seconds: StepSeconds = None,
-    profile: ProfileFile = None,
+    chunk_tokens: Chunk = 2048,
+    prefill_rate: PrefillRate = 10_000.0,
+    decode_rate: DecodeRate = float("inf"),
+    step_seconds: StepSeconds = 0.025,
     tp: options.Tp = 1,
     pp: options.Pp = 1,
     rank: options.Rank = 0,
@@ -142,11 +105,13 @@ def simulate(
     html: options.HtmlFile = None,
     json: options.Json = False,
 ) -> None:
-    """Replay requests: concurrency, waste, hits, latency.
+    """Replay requests: time to first token, hits, waste.
 
     A step takes the longer of --step-seconds and decoded tokens / --decode-rate, and
-    prompt tokens / --prefill-rate on top.
+    prompt tokens / --prefill-rate on top. Prompt tokens that are found cached take no time.
     """
+    from kvstow.simulate import MIXES, Pace, SimulationReport
+
     check_arena(memory, num_slabs)
     deployment = Deployment(
         model=model,
@@ -159,163 +124,86 @@ def simulate(
         alignment=options.alignment(align or ()),
     )
     held = on_rank(deployment, rank)
-    made: dict[str, Any] = {"requests": requests, "rate": rate, "seed": seed}
-    asked = {
-        "prefill_rate": prefill_rate,
-        "decode_rate": decode_rate,
-        "chunk_tokens": chunk_tokens,
-        "step_seconds": step_seconds,
-    }
-    simulation = Simulation(
-        held=held,
-        trace_name=trace,
-        made=made,
-        trace=_trace(trace, **made),
-        pace=_pace(profile, asked),
-        policies=("slab",) if policy == "slab" else ("slab", policy),
-        seconds=seconds,
+    pace = Pace(
+        prefill_rate=prefill_rate,
+        decode_rate=decode_rate,
+        chunk_tokens=chunk_tokens,
+        step_seconds=step_seconds,
     )
-    replays = simulation.run()
+    shape: dict[str, Any] = {"requests": requests, "rate": rate, "seed": seed}
+    replayed = _trace(trace, **shape)
+    policies: tuple[Policy, ...] = ("slab",) if policy == "slab" else ("slab", policy)
+    replays = {name: _replay(name, held, replayed, pace, seconds) for name in policies}
+    report = SimulationReport(
+        model=held.model.name,
+        trace=trace,
+        num_requests=len(replayed),
+        rate=rate if trace in MIXES else _rate(replayed),
+        pace=pace,
+        policies={name: report for name, (report, _) in replays.items()},
+    )
     if html is not None:
-        write_file(html, simulation.page(replays))
-        note(f"page written to {html}")
-    emit_json(simulation.document(replays)) if json else emit_text(*simulation.text(replays))
-
-
-Replays = Mapping[str, tuple["ReplayReport", "SlabHistory"]]
-"""By policy, what happened, and who held the slabs when."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """A trace of requests on one rank of a deployment, at an engine's pace."""
-
-    held: RankLayers
-    trace_name: str
-    made: dict[str, Any]
-    """What shaped a synthetic trace: `requests`, `rate`, `seed`."""
-    trace: "list[TraceRequest]"
-    pace: "Pace"
-    policies: tuple[Policy, ...]
-    seconds: float | None
-    """Simulated seconds after which to stop."""
-
-    def run(self) -> Replays:
-        """Replay the trace under every policy, with bars on stderr."""
-        from kvstow.plan.pack import Site
-        from kvstow.simulate.replay import layout_of
-
-        asked = self.held.deployment
-        site = Site(model=self.held.model.name, alignment=asked.alignment)
-        layouts = {
-            name: layout_of(
-                name, self.held.groups, budget=asked.budget, num_slabs=asked.num_slabs, site=site
-            )
-            for name in self.policies
-        }
-        return {
-            name: _replayed(name, layout, self.trace, self.pace, self.seconds)
-            for name, layout in layouts.items()
-        }
-
-    def document(self, replays: Replays) -> dict[str, Any]:
-        return {
-            "model": self.held.model.name,
-            "trace": self.trace_name,
-            "requests": len(self.trace),
-            "policies": {name: report.figures() for name, (report, _) in replays.items()},
-        }
-
-    def text(self, replays: Replays) -> list[str]:
-        head = f"{self.held.model.name}, {counted(len(self.trace), 'request')} of {self.trace_name}"
-        if all(request.arrival == self.trace[0].arrival for request in self.trace):
-            head += ", all at once"
-        reports = {name: report for name, (report, _) in replays.items()}
-        return [head, _table(reports), _step_words(self.pace)]
-
-    def page(self, replays: Replays) -> str:
         from kvstow.render.data import simulation_page
-        from kvstow.simulate import MIXES
 
-        made = self.made if self.trace_name in MIXES else {}
-        settings = {"trace": self.trace_name, "policy": self.policies[-1], **made}
-        settings |= {"seconds": self.seconds, "rank": self.held.rank}
-        about = _about(self.held.deployment, self.pace, settings)
-        about |= {"requests": len(self.trace), "seed": made.get("seed")}
-        reports = {name: report for name, (report, _) in replays.items()}
+        made = shape if trace in MIXES else {}
+        about = {
+            "requests": len(replayed),
+            "seed": made.get("seed"),
+            "arena_bytes": deployment.budget,
+            "step": str(pace),
+            "command": _command(held, pace, {"trace": trace, "policy": policy, **made}, seconds),
+        }
         histories = {name: history for name, (_, history) in replays.items()}
-        return simulation_page(
-            self.held.model.name, self.trace_name, reports, histories, about=about
-        )
+        write_file(html, simulation_page(report, histories, about=about))
+        note(f"page written to {html}")
+    emit_json(report.as_json()) if json else emit_text(str(report))
 
 
-def _pace(profile: Path | None, asked: dict[str, Any]) -> "Pace":
-    """The pace asked for; where nothing is, the profile's, then the usual one."""
-    from kvstow.simulate import Pace, read_profile
-
-    pace = Pace()
-    try:
-        if profile is not None:
-            pace = read_profile(profile).pace(pace)
-    except TraceError as error:
-        refuse(str(error), code=MISUSED)
-    return replace(pace, **{name: value for name, value in asked.items() if value is not None})
-
-
-def _about(deployment: Deployment, pace: "Pace", settings: dict[str, Any]) -> dict[str, Any]:
-    """What the page's header tells: memory, the engine's pace, the command to do this again."""
-    from shlex import join
-
-    rates = {"prefill_rate": pace.prefill_rate, "decode_rate": pace.decode_rate}
-    settings |= {
-        name: getattr(deployment, name)
-        for name in ("tp", "pp", "block_tokens", "kv_dtype", "memory", "num_slabs")
-    }
-    settings |= {"step_seconds": pace.step_seconds, "chunk_tokens": pace.chunk_tokens}
-    settings |= {name: rate for name, rate in rates.items() if rate < float("inf")}
-    said = [
-        part
-        for name, value in settings.items()
-        if value is not None
-        for part in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    said += [part for wish in deployment.alignment.wishes() for part in ("--align", wish)]
-    return {
-        "arena_bytes": deployment.budget,
-        "step": _step_words(pace),
-        "command": join(["kvstow", "simulate", str(deployment.model), *said]),
-    }
-
-
-def _step_words(pace: "Pace") -> str:
-    """How long a step takes, as a sentence."""
-    text = f"A step takes {pace.step_seconds * 1e3:g} ms"
-    if pace.decode_rate < float("inf"):
-        text += f", or the time for its decoded tokens at {pace.decode_rate:,g} per second"
-    if pace.prefill_rate < float("inf"):
-        text += f"; prompt tokens take theirs at {pace.prefill_rate:,g} per second"
-    return wrapped(f"{text}. Times follow from that.", indent="")
-
-
-def _trace(name: str, *, requests: int, rate: float | None, seed: int) -> "list[TraceRequest]":
+def _trace(name: str, *, requests: int, rate: float, seed: int) -> "list[TraceRequest]":
     from kvstow.simulate import MIXES, read_trace, synthetic
 
     if name in MIXES:
-        return synthetic(name, num_requests=requests, rate=rate or float("inf"), seed=seed)
+        return synthetic(name, num_requests=requests, rate=rate, seed=seed)
     try:
         return read_trace(Path(name))
     except TraceError as error:
         refuse(str(error), code=MISUSED)
 
 
-def _replayed(
-    name: str,
-    layout: "Layout",
+def _rate(trace: "list[TraceRequest]") -> float:
+    """Requests per second, as they arrive."""
+    took = trace[-1].arrival - trace[0].arrival
+    return (len(trace) - 1) / took if took else float("inf")
+
+
+def _command(
+    held: RankLayers, pace: "Pace", settings: dict[str, Any], seconds: float | None
+) -> str:
+    """What to type to do this again."""
+    deployment = held.deployment
+    settings |= {"seconds": seconds, "rank": held.rank}
+    for name in ("tp", "pp", "block_tokens", "kv_dtype", "memory", "num_slabs"):
+        settings[name] = getattr(deployment, name)
+    for name in ("prefill_rate", "decode_rate", "chunk_tokens", "step_seconds"):
+        settings[name] = getattr(pace, name)
+    words = [
+        word
+        for name, value in settings.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    words += [word for wish in deployment.alignment.wishes() for word in ("--align", wish)]
+    return join(["kvstow", "simulate", str(deployment.model), *words])
+
+
+def _replay(
+    policy: Policy,
+    held: RankLayers,
     trace: "list[TraceRequest]",
     pace: "Pace",
     seconds: float | None,
 ) -> "tuple[ReplayReport, SlabHistory]":
-    """Replay with a bar on stderr, and remember its slabs."""
+    """Replay with a bar on stderr, and remember the slabs."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -329,11 +217,11 @@ def _replayed(
         TextColumn("requests"),
         TimeElapsedColumn(),
     )
-    replay, history = Replay(layout, trace, pace), SlabHistory()
+    replay, history = Replay(_layout(policy, held), trace, pace), SlabHistory()
     console = Console(stderr=True)
     quiet = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task(name, total=len(trace))
+        task = bar.add_task(policy, total=len(trace))
 
         def watch(done: int, total: int) -> None:
             bar.update(task, completed=done)
@@ -348,29 +236,15 @@ def _replayed(
     return ReplayReport.of(record), history
 
 
-def _table(reports: "Mapping[str, ReplayReport]") -> str:
-    def percent(value: float) -> str:
-        return f"{100 * value:.2f} %"
+def _layout(policy: Policy, held: RankLayers) -> "Layout":
+    from kvstow.plan.pack import Site
+    from kvstow.simulate.replay import layout_of
 
-    def milliseconds(value: float) -> str:
-        return f"{1e3 * value:,.0f} ms" if value else "–"
-
-    rows: dict[str, Callable[[ReplayReport], str]] = {
-        "requests at once, mean": lambda r: f"{r.mean_requests:,.1f}",
-        "requests at once, peak": lambda r: f"{r.peak_requests:,}",
-        "completed": lambda r: f"{r.completed:,}",
-        "preemptions": lambda r: f"{r.preemptions:,}",
-        "bytes in use, mean": lambda r: human(round(r.mean_bytes_in_use)),
-        "  padding": lambda r: percent(r.waste["padding"]),
-        "  slab fragmentation": lambda r: percent(r.waste["fragmentation"]),
-        "  block rounding": lambda r: percent(r.waste["rounding"]),
-        "prompt tokens found cached": lambda r: percent(r.hit_rate),
-        "rows per run": lambda r: f"{r.mean_run_rows:.1f}",
-        "runs per request": lambda r: f"{r.runs_per_request:.1f}",
-        "simulated seconds": lambda r: f"{r.seconds:,.1f}",
-        "output tokens per second": lambda r: f"{r.output_tokens_per_second:,.0f}",
-        "first token after, median": lambda r: milliseconds(r.first_token_seconds["p50"]),
-        "first token after, 95 of 100": lambda r: milliseconds(r.first_token_seconds["p95"]),
-        "time per output token, mean": lambda r: milliseconds(r.token_seconds["mean"]),
-    }
-    return table(("", *reports), [(name, *map(of, reports.values())) for name, of in rows.items()])
+    deployment = held.deployment
+    return layout_of(
+        policy,
+        held.groups,
+        budget=deployment.budget,
+        num_slabs=deployment.num_slabs,
+        site=Site(model=held.model.name, alignment=deployment.alignment),
+    )

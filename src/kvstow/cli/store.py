@@ -1,23 +1,31 @@
 """`kvstow store`: look into a store, verify, convert and shrink it."""
 
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvstow.cli import options, remote_store
-from kvstow.cli.output import FAILED, MISUSED, emit_json, emit_text, human, note, refuse, table
+from kvstow.cli.output import (
+    FAILED,
+    MISUSED,
+    CommandGroup,
+    emit_json,
+    emit_text,
+    human,
+    note,
+    refuse,
+    table,
+)
 from kvstow.errors import ManifestError
-from kvstow.plan.words import counted
 
 if TYPE_CHECKING:
     from kvstow.offload.disk.convert import Converted
     from kvstow.offload.disk.inspect import Verified
     from kvstow.plan.layout import Layout
 
-store = typer.Typer(help="Inspect, verify, convert or prune stores of rows.", no_args_is_help=True)
+store = typer.Typer(help="Inspect, verify, convert or prune stores of rows.", cls=CommandGroup)
 
 Place = Annotated[
     str,
@@ -85,9 +93,9 @@ OlderThan = Annotated[
 
 @store.command()
 def inspect(place: Place, json: options.Json = False) -> None:
-    """What a store holds, who has it open, what it has lost.
+    """What a store holds, and who writes to it.
 
-    Reads only: nothing is locked, repaired or written.
+    Reads only: nothing is repaired or written.
     """
     from kvstow.offload.disk.inspect import survey
 
@@ -107,14 +115,14 @@ def inspect(place: Place, json: options.Json = False) -> None:
 def verify(place: Place, json: options.Json = False) -> None:
     """Compare every row with its checksum, and drop damaged ones.
 
-    Exits with 1 if there were any, or if opening the store had to drop some.
+    Exits with 1 if there were any.
     """
     if "://" in place:
         remote_store.verify(place, json=json)
         return
-    found, dropped = _verified(Path(place), shows_bar=not json and sys.stderr.isatty())
+    found = _verified(Path(place), shows_bar=not json and sys.stderr.isatty())
     damaged = [{"group": group, "key": key.hex()} for group, key in found.damaged]
-    ok = not damaged and not dropped
+    ok = not damaged
     if json:
         emit_json(
             {
@@ -122,19 +130,16 @@ def verify(place: Place, json: options.Json = False) -> None:
                 "rows": found.rows,
                 "bytes": found.nbytes,
                 "damaged": damaged,
-                "dropped": dropped,
             }
         )
     else:
         emit_text(f"{found.rows:,} rows, {human(found.nbytes)} read: {len(damaged):,} damaged")
-        for drop in dropped:
-            note(drop)
     if not ok:
         raise typer.Exit(FAILED)
 
 
-def _verified(directory: Path, *, shows_bar: bool) -> "tuple[Verified, list[str]]":
-    """What reading every row of a store found, and what opening it dropped."""
+def _verified(directory: Path, *, shows_bar: bool) -> "Verified":
+    """What reading every row of a store found."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -146,10 +151,9 @@ def _verified(directory: Path, *, shows_bar: bool) -> "tuple[Verified, list[str]
     try:
         with Progress(console=Console(stderr=True), disable=not shows_bar) as bar:
             task = bar.add_task("rows", total=tier.usage.rows)
-            found = verified(tier, lambda rows: bar.advance(task, rows))
+            return verified(tier, lambda rows: bar.advance(task, rows))
     finally:
         tier.close()
-    return found, [str(drop) for drop in tier.dropped]
 
 
 @store.command()
@@ -278,40 +282,29 @@ def _inspected(found: dict[str, Any]) -> list[str]:
     head = (
         f"{found['path']}: {found['model'] or 'a model'}, {found['order']}, tp rank "
         f"{found['tp'][0]} of {found['tp'][1]}\n"
-        f"{found['rows']:,} rows in {human(found['data_bytes'])} of {human(found['capacity'])}\n"
+        f"{found['rows']:,} rows in {human(found['data_bytes'])}{_capacity(found)}\n"
         f"fingerprint {found['fingerprint']}"
     )
     groups = table(
-        ["group", "tokens", "row", "rows", "bytes", "free", "leased", "retired"],
+        ["group", "tokens", "row", "rows", "files", "bytes"],
         [
             [
                 g["name"],
                 str(g["block_tokens"]),
                 human(g["row_bytes"]),
                 f"{g['rows']:,}",
+                f"{g['files']:,}",
                 human(g["bytes"]),
-                f"{g['free_slots']:,}",
-                f"{g['leased_slots']:,}",
-                f"{g['retired_slots']:,}",
             ]
             for g in found["groups"]
         ],
     )
-    owners = "\n".join(
-        f"open in process {o['pid']}" if o["alive"] else f"left by process {o['pid']}, which died"
-        for o in found["owners"]
+    writers = "\n".join(
+        f"written by process {w['pid']}" + ("" if w["alive"] else ", which died")
+        for w in found["writers"]
     )
-    events = "\n".join(map(_event, found["events"]))
-    return [part for part in (head, groups, owners, events) if part]
+    return [part for part in (head, groups, writers) if part]
 
 
-def _event(event: dict[str, Any]) -> str:
-    """One line: when it happened last, what it was, how many rows went, how often it happened."""
-    rows = f": {counted(event['rows'], 'row')}" if event["rows"] else ""
-    often = f", {event['count']:,} times since {_moment(event['first_time'])}"
-    line = f"{_moment(event['time'])}  {event['what']}{rows}"
-    return line + (often if event["count"] > 1 else "")
-
-
-def _moment(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+def _capacity(found: dict[str, Any]) -> str:
+    return "" if found["capacity"] is None else f" of {human(found['capacity'])}"

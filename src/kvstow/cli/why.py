@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvstow.blocks.prompt import Prompt
     from kvstow.offload.store import Store
     from kvstow.offload.why import WhyEnded
-    from kvstow.plan.identity import Identity
 
 Place = Annotated[
     str,
@@ -95,14 +94,11 @@ def why(
         _explained(store, prompt, model, salt=salt, adapter=adapter)
         for store in _stores(place, journal, identity)
     ]
-    found = min(explained, key=lambda each: each.found_tokens)
+    answer = min(explained, key=lambda each: each.found_tokens)
     if json:
-        emit_json(found.as_json())
-        return
-    emit_text(
-        f"{found.found_tokens:,} of {found.num_tokens:,} tokens are found: {found.reason}\n"
-        f"{found.text}"
-    )
+        emit_json(answer.as_json())
+    else:
+        emit_text(str(answer))
 
 
 def _prompt(ids: list[int]) -> "Prompt":
@@ -118,8 +114,20 @@ def _prompt(ids: list[int]) -> "Prompt":
 def _explained(
     store: "Store", prompt: "Prompt", model: Path | None, *, salt: str, adapter: str
 ) -> "WhyEnded":
+    from kvstow.offload.why import compared_identity
+    from kvstow.plan.checkpoint import adapter_digest
+    from kvstow.plan.identity import Identity
+
     with store:
-        return store.why(prompt, _asking(store.identity, model, salt=salt, adapter=adapter))
+        own, note = store.identity, ""
+        if model is not None:
+            checkpoint = Identity.of(
+                model, model=own.model, kv_dtype=own.kv_dtype, interior=own.interior
+            )
+            own, note = compared_identity(own, checkpoint)
+            adapter = adapter_digest(adapter)
+        request = own.for_request(adapter=adapter, salt=salt)
+        return replace(store.why(prompt, request), note=note)
 
 
 def _stores(place: str, journal: Path | None, identity: str) -> "Iterator[Store]":
@@ -140,22 +148,6 @@ def _stores(place: str, journal: Path | None, identity: str) -> "Iterator[Store]
         elif not (rank / FILE).exists() and (rank.parent / FILE).exists():
             store.journal = Journal(rank.parent)  # ranks have folders of their own
         yield store
-
-
-def _asking(own: "Identity", model: Path | None, *, salt: str, adapter: str) -> "Identity":
-    """The identity of a request: the store's, or that of a model, with its adapter and salt.
-
-    How an engine runs a model (`run.…`) is not in a checkpoint, and taken to be the same.
-    """
-    if model is None:
-        return own.for_request(adapter=adapter, salt=salt)
-    from kvstow.plan.identity import Identity
-
-    asking = Identity.of(
-        model, model=own.model, kv_dtype=own.kv_dtype, interior=own.interior, adapter=adapter
-    )
-    running = [(name, value) for name, value in own.config if name.startswith("run.")]
-    return replace(asking, config=tuple(sorted([*asking.config, *running])), salt=salt)
 
 
 def _token_ids(tokens: str | None, text: str | None, tokenizer: Path | None) -> list[int]:

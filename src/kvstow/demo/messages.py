@@ -1,4 +1,4 @@
-"""What the demo's processes say to each other: one JSON document per line."""
+"""What the demo's processes say to each other: a JSON document at a time, about one prompt."""
 
 import msgspec
 
@@ -12,63 +12,46 @@ class DemoMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_un
 # ── to a child ────────────────────────────────────────────────────────────────────────
 
 
+class RowOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a child arranges its rows."""
+
+    block_tokens: int
+    order: Order
+    memory: int
+
+
 class Load(DemoMessage, frozen=True, kw_only=True):
-    """Get the model ready. Ranks of one role meet at `meeting`, a loopback port."""
+    """Get the model ready, with `rows` or with transformers' own cache, and say these texts in
+    tokens. Rows of prompts are kept in a store in the directory `store`, if it is named."""
 
     model: str
-    role: str
-    rank: int = 0
-    ranks: int = 1
-    meeting: int = 0
-    block_tokens: int = 16
-    order: Order = "BLHNC"
-    memory: int = 256 << 20
+    texts: tuple[str, ...] = ()
+    rows: RowOptions | None = None
     store: str = ""
 
 
-class Encode(DemoMessage, frozen=True, kw_only=True):
-    """Turn texts into tokens."""
-
-    texts: tuple[str, ...]
-
-
 class Prefill(DemoMessage, frozen=True, kw_only=True):
-    """Compute a prompt and offer its rows, to so many."""
+    """Compute a prompt and offer its rows."""
 
-    prompt: int
     tokens: tuple[int, ...]
-    readers: int = 1
 
 
 class Finish(DemoMessage, frozen=True, kw_only=True):
-    """Let go of a prompt's rows."""
-
-    prompt: int
+    """Let go of the prompt's rows; they are on disk afterwards, where there is a store."""
 
 
 class Continue(DemoMessage, frozen=True, kw_only=True):
     """Pull a prompt's rows and go on from there; compute them where that fails."""
 
-    prompt: int
     tokens: tuple[int, ...]
     first: int
-    tickets: tuple[str, ...]
+    ticket: str
     limit: int
 
 
-class Reload(DemoMessage, frozen=True, kw_only=True):
-    """Take a prompt's rows from the store and go on from there."""
+class Answer(DemoMessage, frozen=True, kw_only=True):
+    """Generate from the beginning, or from what the store has of the prompt."""
 
-    prompt: int
-    tokens: tuple[int, ...]
-    first: int
-    limit: int
-
-
-class Judge(DemoMessage, frozen=True, kw_only=True):
-    """Generate with the model's own cache."""
-
-    prompt: int
     tokens: tuple[int, ...]
     limit: int
 
@@ -82,53 +65,29 @@ class Progress(DemoMessage, frozen=True, kw_only=True):
     what: str
 
 
-class GroupFacts(DemoMessage, frozen=True, kw_only=True):
-    """One group of the plan."""
-
-    name: str
-    layers: int
-    block_tokens: int
-    row_bytes: int
-    rows_per_slab: int
-    tensors: int
-
-
-class PlanFacts(DemoMessage, frozen=True, kw_only=True):
-    """The layout that a child works with."""
-
-    order: str
-    groups: tuple[GroupFacts, ...]
-    slab_bytes: int
-    arena_bytes: int
-
-
 class Ready(DemoMessage, frozen=True, kw_only=True):
-    """The model is there; `plan` is missing where no rows are kept."""
+    """The model is there, as are the texts' tokens, and the rows' layout as a manifest."""
 
     model: str
-    plan: PlanFacts | None = None
-    how: str = ""
-
-
-class Encoded(DemoMessage, frozen=True, kw_only=True):
-    """Texts as tokens, and the token that ends a text."""
-
-    tokens: tuple[tuple[int, ...], ...]
+    prompts: tuple[tuple[int, ...], ...]
+    manifest: str
 
 
 class Prefilled(DemoMessage, frozen=True, kw_only=True):
     """A prompt was computed: its ticket, and the token that follows it."""
 
-    prompt: int
     ticket: str
     first: int
     text: str
 
 
+class Finished(DemoMessage, frozen=True, kw_only=True):
+    """The prompt's rows are let go of."""
+
+
 class Pulled(DemoMessage, frozen=True, kw_only=True):
     """Rows arrived and were accepted."""
 
-    prompt: int
     nbytes: int
     descriptors: int
     regions: int
@@ -137,66 +96,41 @@ class Pulled(DemoMessage, frozen=True, kw_only=True):
     per_layer: int
     fence: str
     digest: str
-    direction: str = ""
+    direction: str
 
 
 class Lost(DemoMessage, frozen=True, kw_only=True):
     """Rows did not arrive, or were not accepted; the prompt is computed here instead."""
 
-    prompt: int
     why: str
     seconds: float
 
 
-class Stored(DemoMessage, frozen=True, kw_only=True):
-    """Rows were written to the store."""
-
-    prompt: int
-
-
 class Token(DemoMessage, frozen=True, kw_only=True):
-    """One more token, and what it adds to the text."""
+    """What one more token adds to the text."""
 
-    prompt: int
-    token: int
     text: str
 
 
 class Done(DemoMessage, frozen=True, kw_only=True):
-    """All tokens of an answer; `to_first` from the rows (or nothing) to the next token."""
+    """All tokens of an answer; `to_first` from the rows (or nothing) to the next token, with
+    `found` tokens of the prompt from the store."""
 
-    prompt: int
     tokens: tuple[int, ...]
     to_first: float
+    found: int = 0
 
 
 class ChildFailed(DemoMessage, frozen=True, kw_only=True):
     """The child gives up."""
 
     error: str
-    trace: str = ""
 
 
-ToChild = Load | Encode | Prefill | Finish | Continue | Reload | Judge
-FromChild = (
-    Progress | Ready | Encoded | Prefilled | Pulled | Lost | Stored | Token | Done | ChildFailed
-)
+ToChild = Load | Prefill | Finish | Continue | Answer
+Reply = Ready | Prefilled | Finished | Done
+FromChild = Reply | Progress | Pulled | Lost | Token | ChildFailed
 
-_encoder = msgspec.json.Encoder()
-_to_child = msgspec.json.Decoder(ToChild)
-_from_child = msgspec.json.Decoder(FromChild)
-
-
-def line(message: ToChild | FromChild) -> bytes:
-    """The message as one line."""
-    return _encoder.encode(message) + b"\n"
-
-
-def to_child(data: bytes) -> ToChild:
-    """What the parent said."""
-    return _to_child.decode(data)
-
-
-def from_child(data: bytes) -> FromChild:
-    """What a child said."""
-    return _from_child.decode(data)
+encode = msgspec.json.Encoder().encode
+to_child = msgspec.json.Decoder(ToChild).decode
+from_child = msgspec.json.Decoder(FromChild).decode

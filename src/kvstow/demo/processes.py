@@ -2,17 +2,14 @@
 
 import contextlib
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 
-import msgspec
-
-from kvstow.demo.messages import ChildFailed, FromChild, ToChild, from_child, line
+from kvstow.demo.messages import ChildFailed, FromChild, ToChild, encode, from_child
 from kvstow.errors import KvstowError
 
 QUIET = {
@@ -24,127 +21,98 @@ QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
-    "GLOO_SOCKET_IFNAME": "lo",
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "fatal",
 }
 """Environment of the children: one thread each, no downloads, no output of libraries."""
 
 END_SECONDS = 3.0
+LOG_LINES = 12
 
 
 class DemoError(KvstowError):
-    """A process of the demo that failed, with the end of what it said."""
-
-
-Event = tuple[str, FromChild]
+    """A process of the demo that failed, with the end of what it printed."""
 
 
 class Children:
-    """All processes of a demo and one queue of what they say.
-
-    Used as a context: leaving it, however, ends every process.
-    """
+    """The processes of a demo. Used as a context: leaving it, however, ends every one."""
 
     def __init__(self) -> None:
-        self.events: queue.Queue[Event] = queue.Queue()
         self._running: dict[str, Child] = {}
 
-    def start(self, name: str) -> "Child":
+    def start(self, name: str) -> None:
         """A fresh process of that name."""
-        child = Child(name, self.events.put)
-        self._running[name] = child
-        return child
+        self._running[name] = Child(name)
 
-    def __getitem__(self, name: str) -> "Child":
-        return self._running[name]
+    def send(self, name: str, message: ToChild) -> None:
+        """Say something to a process."""
+        self._running[name].send(message)
 
-    def next(self, timeout: float) -> Event | None:
-        """What was said next, by whom; None after `timeout` seconds of silence."""
-        try:
-            return self.events.get(timeout=timeout)
-        except queue.Empty:
-            return None
+    def next(self, timeout: float) -> tuple[str, FromChild] | None:
+        """What was said next, and by whom; None after `timeout` seconds of silence."""
+        heard = wait([child.pipe for child in self._running.values()], timeout)
+        for name, child in self._running.items():
+            if child.pipe in heard:
+                return name, child.receive()
+        return None
+
+    def kill(self, name: str) -> None:
+        """End a process as a crash would: at once."""
+        self._running.pop(name).end(seconds=0)
 
     def __enter__(self) -> "Children":
         return self
 
     def __exit__(self, *_: object) -> None:
         for child in self._running.values():
-            child.hang_up()
+            child.pipe.close()
         for child in self._running.values():
-            child.end()
+            child.end(seconds=END_SECONDS)
 
 
 class Child:
-    """One process; what it says arrives through `told`, its stderr in a file of its own."""
+    """One process at the other end of `pipe`. What it prints goes to a file of its own."""
 
-    def __init__(self, name: str, told: Callable[[Event], None]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._told = told
-        self._quiet = False
+        self.pipe, theirs = Pipe()
         self._log = tempfile.TemporaryFile(prefix=f"kvstow-{name}-")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvstow.demo.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-m", "kvstow.demo.worker", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
             stderr=self._log,
+            pass_fds=[theirs.fileno()],
             env={**os.environ, **QUIET},
             start_new_session=True,  # Ctrl-C is the parent's to handle
         )
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        theirs.close()
 
     def send(self, message: ToChild) -> None:
         """Say something to the process."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(line(message))
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise DemoError(self._gone()) from None
+            self.pipe.send_bytes(encode(message))
+        except OSError:
+            raise DemoError(self._last_words()) from None
 
-    def _lines(self) -> Iterator[bytes]:
-        assert self._process.stdout is not None
-        yield from self._process.stdout
+    def receive(self) -> FromChild:
+        """What the process said next."""
+        try:
+            return from_child(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            return ChildFailed(error=self._last_words())
 
-    def _listen(self) -> None:
-        for data in self._lines():
-            try:
-                self._told((self.name, from_child(data)))
-            except msgspec.MsgspecError as error:
-                self._told(
-                    (self.name, ChildFailed(error=f"{self.name} said {data[:80]!r}: {error}"))
-                )
-        if not self._quiet:
-            self._told((self.name, ChildFailed(error=self._gone())))
-
-    def _gone(self) -> str:
+    def _last_words(self) -> str:
         code = self._process.wait()
         self._log.seek(0)
-        last = "\n".join(self._log.read().decode(errors="replace").splitlines()[-12:])
+        last = "\n".join(self._log.read().decode(errors="replace").splitlines()[-LOG_LINES:])
         return f"the {self.name} process ended with {code}" + (f"\n{last}" if last else "")
 
-    def kill(self) -> None:
-        """End it as a crash would: at once, and expected."""
-        self._quiet = True
-        self._process.kill()
-        self._process.wait()
-
-    def hang_up(self) -> None:
-        """Close its standard input: it ends by itself."""
-        self._quiet = True
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-
-    def end(self) -> None:
-        """Wait a moment, then insist."""
+    def end(self, *, seconds: float) -> None:
+        """Wait so long for its end, then insist."""
+        self.pipe.close()
         try:
-            self._process.wait(END_SECONDS)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

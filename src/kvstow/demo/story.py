@@ -1,34 +1,84 @@
-"""What happens in a demo, in order."""
+"""What is to be done in a demo, what happens in order, and what has happened so far."""
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from kvstow.demo.messages import (
+    Answer,
     ChildFailed,
     Continue,
     Done,
-    Encode,
-    Encoded,
     Finish,
+    Finished,
     FromChild,
-    Judge,
     Load,
     Lost,
-    PlanFacts,
     Prefill,
     Prefilled,
     Progress,
     Pulled,
     Ready,
-    Reload,
-    Stored,
+    Reply,
+    RowOptions,
     Token,
 )
-from kvstow.demo.options import DemoOptions
 from kvstow.demo.processes import Children, DemoError
+from kvstow.plan.layout import Layout, Order
+from kvstow.plan.manifest import decode
+
+_LOG = """\
+Watch log of the lighthouse at Grey Point, third week of March.
+Monday: wind from the north west, force five, rising. The supply boat turned back at the bar and
+will try again with the morning tide. Lamp cleaned, two mantles replaced, oil down to nine drums.
+Tuesday: fog from before dawn. Horn sounded every ninety seconds for eleven hours. A trawler
+answered at noon, asked for a bearing, and was given one hundred and ten degrees. Nobody slept.
+Wednesday: the fog lifted at four in the morning. The supply boat came in at seven with flour,
+lamp oil, letters, and a cat that the harbour master says is a better sailor than he is. The cat
+was named Admiral. Oil now at twenty one drums. The generator runs, the spare one does not.
+Thursday: clear and cold. Painted the north rail. Admiral caught a rat as large as himself and
+brought it up all one hundred and forty steps to the lantern room to be praised.
+Friday: a coaster, the Ellen Mary, lost her rudder two miles out. Signalled the lifeboat station
+by lamp at six in the evening; they had her in tow by eight. No one was hurt. The master sent a
+bottle of rum and a sack of coal by the pilot boat with his thanks.
+Saturday: rain. Letters written. The spare generator was taken apart on the kitchen table, and a
+mouse nest was found where the fuel filter should have been. Admiral was informed.
+Sunday: calm sea, slow swell from the west. Inspection by the district engineer, who found the
+lamp in order, the log in order, and the cat asleep in the chart drawer, which is not in order.
+"""
+
+PROMPTS: tuple[str, ...] = (
+    "What is the capital of France? Answer in one sentence.",
+    f"{_LOG}\nWhat was the name of the cat, and what did it catch on Thursday?",
+    f"{_LOG}\nWhich ship lost her rudder, and how was she helped?",
+    "Write a haiku about a lighthouse in winter.",
+    "Explain in two sentences why a bicycle stays upright when it moves.",
+)
+"""The second and the third share all but their last line."""
+
+
+PULL_KEYS = ("descriptors", "regions", "rows", "seconds", "fence", "digest", "direction")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """A demo: the model, both sides' layouts, what else to show."""
+
+    model: str = "smollm2"
+    prompts: tuple[str, ...] = PROMPTS
+    new_tokens: int = 24
+    block_tokens: int = 16
+    block_tokens_decode: int = 16
+    order: Order = "BLHNC"
+    order_decode: Order = "BLHNC"
+    memory: int = 256 << 20
+    offload: Path | None = None
+    kill_prefill: bool = False
+
+
+# ── what has happened so far ──────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
@@ -37,124 +87,109 @@ class PromptState:
 
     text: str
     tokens: tuple[int, ...] = ()
-    prefilled: list[Prefilled] = field(default_factory=list[Prefilled])
-    pulled: list[Pulled] = field(default_factory=list[Pulled])
-    lost: list[Lost] = field(default_factory=list[Lost])
-    stored: list[Stored] = field(default_factory=list[Stored])
+    pulled: Pulled | None = None
+    lost: Lost | None = None
     streamed: str = ""
     decoded: Done | None = None
     judged: Done | None = None
-    from_store: Done | None = None
+    again: Done | None = None
+    """By a fresh process, from the rows on disk."""
 
     @property
     def identical(self) -> bool | None:
-        """Whether both sides chose the same tokens; None while one of them is at work."""
+        """Whether all sides chose the same tokens; None while one of them is at work."""
         if self.decoded is None or self.judged is None:
             return None
-        same = self.decoded.tokens == self.judged.tokens
-        if self.from_store is not None:
-            same = same and self.from_store.tokens == self.judged.tokens
-        return same
+        answers = [self.decoded, *([] if self.again is None else [self.again])]
+        return all(answer.tokens == self.judged.tokens for answer in answers)
 
 
 @dataclass(slots=True)
 class DemoState:
     """A demo under way."""
 
-    settings: DemoOptions
-    answers: list[PromptState]
+    options: DemoOptions
+    prompts: list[PromptState]
     model: str = ""
     doing: dict[str, str] = field(default_factory=dict[str, str])
-    plans: dict[str, PlanFacts] = field(default_factory=dict[str, PlanFacts])
-    how: dict[str, str] = field(default_factory=dict[str, str])
+    """What each process is at."""
+    layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    """The rows of prefill and decode."""
     notes: list[str] = field(default_factory=list[str])
     seconds: float = 0.0
 
     @staticmethod
-    def of(settings: DemoOptions) -> "DemoState":
-        return DemoState(
-            settings=settings, answers=[PromptState(text) for text in settings.prompts]
-        )
+    def of(options: DemoOptions) -> "DemoState":
+        return DemoState(options=options, prompts=[PromptState(text) for text in options.prompts])
 
     @property
     def identical(self) -> bool | None:
         """Whether every answer is; None while one is missing."""
-        verdicts = [answer.identical for answer in self.answers]
+        verdicts = [prompt.identical for prompt in self.prompts]
         if False in verdicts:
             return False
         return None if None in verdicts else True
 
     def report(self) -> dict[str, Any]:
         """The stable keys of `--json`, and more."""
-        pulled = [(i, pull) for i, answer in enumerate(self.answers) for pull in answer.pulled]
+        pulls = [(i, prompt.pulled) for i, prompt in enumerate(self.prompts) if prompt.pulled]
+        decode = self.layouts["decode"].groups if "decode" in self.layouts else ()
         return {
             "model": self.model,
             "identical": bool(self.identical),
-            "prompts": [self._prompt(answer) for answer in self.answers],
+            "prompts": [self._prompt(prompt) for prompt in self.prompts],
             "transfers": [
-                {
-                    "prompt": i,
-                    "bytes": pull.nbytes,
-                    "descriptors": pull.descriptors,
-                    "regions": pull.regions,
-                    "rows": pull.rows,
-                    "seconds": pull.seconds,
-                    "fence": pull.fence,
-                    "digest": pull.digest,
-                    "direction": pull.direction,
-                }
-                for i, pull in pulled
+                {"prompt": i, "bytes": pull.nbytes} | {key: getattr(pull, key) for key in PULL_KEYS}
+                for i, pull in pulls
             ],
             "per_layer": {
-                "descriptors": sum(pull.per_layer for _, pull in pulled),
-                "regions": sum(g.tensors for g in self.plans["decode"].groups)
-                if "decode" in self.plans
-                else 0,
+                "descriptors": sum(pull.per_layer for _, pull in pulls),
+                "regions": sum(rows.group.num_tensors for rows in decode),
             },
-            "how": self.how,
             "notes": self.notes,
             "seconds": self.seconds,
         }
 
-    def _prompt(self, answer: PromptState) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "prompt": answer.text,
-            "prompt_tokens": len(answer.tokens),
-            "text": answer.streamed,
-            "identical": answer.identical,
-            "fallback": [lost.why for lost in answer.lost],
+    def _prompt(self, prompt: PromptState) -> dict[str, Any]:
+        times = {
+            "transferred": prompt.decoded,
+            "recomputed": prompt.judged,
+            "reloaded": prompt.again,
         }
-        if answer.decoded is not None and answer.judged is not None:
-            found["tokens"] = list(answer.decoded.tokens)
-            found["to_first_token"] = {
-                "transferred": answer.decoded.to_first,
-                "recomputed": answer.judged.to_first,
-            }
-        if answer.from_store is not None:
-            found["to_first_token"]["reloaded"] = answer.from_store.to_first
-        return found
+        return {
+            "prompt": prompt.text,
+            "prompt_tokens": len(prompt.tokens),
+            "text": prompt.streamed,
+            "identical": prompt.identical,
+            "fallback": [prompt.lost.why] if prompt.lost else [],
+            "tokens": list(prompt.decoded.tokens) if prompt.decoded else [],
+            "to_first_token": {what: done.to_first for what, done in times.items() if done},
+        }
 
+
+# ── what happens ──────────────────────────────────────────────────────────────────────
 
 Redraw = Callable[[DemoState], None]
 SILENCE_SECONDS = 600.0
 REDRAW_SECONDS = 0.1
 
+Expected = TypeVar("Expected", Ready, Prefilled, Finished, Done)
 
-def run(settings: DemoOptions, redraw: Redraw) -> DemoState:
+
+def run(options: DemoOptions, redraw: Redraw) -> DemoState:
     """Run the whole demo; `redraw` is called whenever something has happened.
 
     Every process that was started has ended when this returns or raises.
     """
     began = time.monotonic()
-    show = DemoState.of(settings)
+    show = DemoState.of(options)
     with Children() as children:
         story = Story(show, children, redraw)
         story.load()
-        story.encode()
-        for prompt in range(len(show.answers)):
-            story.ask(prompt)
-        if settings.offload is not None:
-            story.ask_the_store()
+        for prompt in show.prompts:
+            story.hand_over(prompt)
+        if options.offload is not None:
+            story.answer_again()
         show.doing.clear()
         show.seconds = time.monotonic() - began
     redraw(show)
@@ -166,182 +201,108 @@ class Story:
 
     def __init__(self, show: DemoState, children: Children, redraw: Redraw) -> None:
         self.show, self.children, self.redraw = show, children, redraw
-        self.settings = show.settings
-        self.prefill = [f"prefill{r}" for r in range(self.settings.tp_prefill)]
-        self.decode = [f"decode{r}" for r in range(self.settings.tp_decode)]
-
-    # ── getting ready ─────────────────────────────────────────────────────────────
+        self.options = show.options
+        self._prompt: PromptState | None = None
+        self._replies: dict[str, Reply] = {}
 
     def load(self) -> None:
         """All import at once; the judge loads first: it may have to unpack the weights."""
-        self._start(["single", *self.prefill, *self.decode])
-        self.children["single"].send(Load(model=self.settings.model, role="single"))
-        self._wait(Ready, {"single"})
-        self._load_ranks("prefill", self.prefill)
-        self._load_ranks("decode", self.decode)
-        self._wait(Ready, {*self.prefill, *self.decode})
+        for name in ("single", "prefill", "decode"):
+            self._start(name)
+        self.children.send("single", Load(model=self.options.model, texts=self.options.prompts))
+        ready = self._wait("single", Ready)
+        self.show.model = ready.model
+        for prompt, tokens in zip(self.show.prompts, ready.prompts, strict=True):
+            prompt.tokens = tokens
+        for name in ("prefill", "decode"):
+            self._load_rows(name)
+        for name in ("prefill", "decode"):
+            self.show.layouts[name] = decode(self._wait(name, Ready).manifest.encode())
 
-    def _start(self, names: list[str]) -> None:
-        for name in names:
-            self.show.doing[name] = "starting"
-            self.children.start(name)
+    def _start(self, name: str) -> None:
+        self.show.doing[name] = "starting"
+        self.children.start(name)
 
-    def _load_ranks(self, role: str, names: list[str]) -> None:
-        decodes = role == "decode"
-        meeting = free_port() if len(names) > 1 else 0
-        for rank, name in enumerate(names):
-            self.children[name].send(
-                Load(
-                    model=self.settings.model,
-                    role=role,
-                    rank=rank,
-                    ranks=len(names),
-                    meeting=meeting,
-                    block_tokens=self.settings.block_tokens_decode
-                    if decodes
-                    else self.settings.block_tokens,
-                    order=self.settings.order_decode if decodes else self.settings.order,
-                    memory=self.settings.memory,
-                    store=str(self.settings.offload or "") if decodes else "",
-                )
-            )
+    def _load_rows(self, name: str) -> None:
+        options, decodes = self.options, name == "decode"
+        rows = RowOptions(
+            block_tokens=options.block_tokens_decode if decodes else options.block_tokens,
+            order=options.order_decode if decodes else options.order,
+            memory=options.memory,
+        )
+        store = "" if decodes else str(options.offload or "")
+        self.children.send(name, Load(model=options.model, rows=rows, store=store))
 
-    def encode(self) -> None:
-        self.children["single"].send(Encode(texts=self.settings.prompts))
-        self._wait(Encoded, {"single"})
-
-    # ── one prompt ────────────────────────────────────────────────────────────────
-
-    def ask(self, prompt: int) -> None:
+    def hand_over(self, prompt: PromptState) -> None:
         """Prefill, hand over, decode; the judge answers meanwhile."""
-        answer = self.show.answers[prompt]
-        self._send(
-            self.prefill,
-            Prefill(prompt=prompt, tokens=answer.tokens, readers=len(self.decode)),
+        limit = self.options.new_tokens
+        self._prompt = prompt
+        self.children.send("prefill", Prefill(tokens=prompt.tokens))
+        offer = self._wait("prefill", Prefilled)
+        prompt.streamed = offer.text
+        is_killed = self.options.kill_prefill and prompt is self.show.prompts[-1]
+        if is_killed:
+            self.children.kill("prefill")
+            self.show.doing["prefill"] = "killed"
+            self.show.notes.append("prefill was killed after it had handed out its last ticket")
+        self.children.send("single", Answer(tokens=prompt.tokens, limit=limit))
+        self.children.send(
+            "decode",
+            Continue(tokens=prompt.tokens, first=offer.first, ticket=offer.ticket, limit=limit),
         )
-        self._wait(Prefilled, set(self.prefill))
-        tickets = tuple(part.ticket for part in answer.prefilled)
-        killed = self.settings.kill_prefill and prompt == len(self.show.answers) // 2
-        if killed:
-            self._kill_prefill(prompt)
-        limit = self.settings.new_tokens
-        first = answer.prefilled[0].first
-        answer.streamed = answer.prefilled[0].text
-        self.children["single"].send(Judge(prompt=prompt, tokens=answer.tokens, limit=limit))
-        self._send(
-            self.decode,
-            Continue(
-                prompt=prompt, tokens=answer.tokens, first=first, tickets=tickets, limit=limit
-            ),
-        )
-        self._wait(Done, {"single", *self.decode})
-        if killed and prompt + 1 < len(self.show.answers):
-            self._start(self.prefill)
-            self._load_ranks("prefill", self.prefill)
-            self._wait(Ready, set(self.prefill))
-        elif not killed:
-            self._send(self.prefill, Finish(prompt=prompt))
+        prompt.decoded = self._wait("decode", Done)
+        prompt.judged = self._wait("single", Done)
+        if not is_killed:
+            self.children.send("prefill", Finish())
+            self._wait("prefill", Finished)
 
-    def _kill_prefill(self, prompt: int) -> None:
-        for name in self.prefill:
-            self.children[name].kill()
-            self.show.doing[name] = "killed"
-        self.show.notes.append(
-            f"prompt {prompt + 1}: prefill was killed after it had handed out its ticket"
-        )
-
-    # ── the store ─────────────────────────────────────────────────────────────────
-
-    def ask_the_store(self) -> None:
-        """A fresh decode process answers from what the first one left on disk."""
-        for name in self.decode:
-            self.children[name].hang_up()
-            self.children[name].end()
-        self._start(self.decode)
-        self._load_ranks("decode", self.decode)
-        self._wait(Ready, set(self.decode))
-        for prompt, answer in enumerate(self.show.answers):
-            if not answer.stored:
-                continue
-            reload = Reload(
-                prompt=prompt,
-                tokens=answer.tokens,
-                first=answer.prefilled[0].first,
-                limit=self.settings.new_tokens,
-            )
-            self._send(self.decode, reload)
-            self._wait(Done, set(self.decode))
+    def answer_again(self) -> None:
+        """A fresh process answers from the rows that prefill has left on disk."""
+        self._prompt = None
+        self._start("again")
+        self._load_rows("again")
+        self._wait("again", Ready)
+        for prompt in self.show.prompts:
+            self.children.send("again", Answer(tokens=prompt.tokens, limit=self.options.new_tokens))
+            done = self._wait("again", Done)
+            prompt.again = done if done.found else None
 
     # ── listening ─────────────────────────────────────────────────────────────────
 
-    def _send(self, names: list[str], message: Prefill | Finish | Continue | Reload) -> None:
-        for name in names:
-            self.children[name].send(message)
-
-    def _wait(self, kind: type[FromChild], names: set[str]) -> None:
-        """Listen until each of these processes has said something of that kind."""
-        waiting = set(names)
+    def _wait(self, name: str, kind: type[Expected]) -> Expected:
+        """Listen to all until one of them has replied."""
         silent_since = time.monotonic()
-        while waiting:
+        while name not in self._replies:
             event = self.children.next(REDRAW_SECONDS)
+            if event is not None:
+                silent_since = time.monotonic()
+                self._note(*event)
+            elif time.monotonic() - silent_since > SILENCE_SECONDS:
+                raise DemoError(f"no word from {name} for {SILENCE_SECONDS:.0f} s")
             self.redraw(self.show)
-            if event is None:
-                if time.monotonic() - silent_since > SILENCE_SECONDS:
-                    raise DemoError(
-                        f"no word from {', '.join(sorted(waiting))} for {SILENCE_SECONDS:.0f} s"
-                    )
-                continue
-            silent_since = time.monotonic()
-            name, message = event
-            self._note(name, message)
-            if isinstance(message, kind):
-                waiting.discard(name)
+        reply = self._replies.pop(name)
+        if not isinstance(reply, kind):
+            raise DemoError(f"{name} said {type(reply).__name__}, not {kind.__name__}")
+        return reply
 
     def _note(self, name: str, message: FromChild) -> None:
-        """Put what was said where the screen will find it."""
-        show = self.show
-        leads = not name[-1].isdigit() or name.endswith("0")
+        """Put what was said where the screen, or whoever waits for it, will find it."""
+        prompt = self._prompt
         match message:
-            case ChildFailed(error=error, trace=trace):
-                raise DemoError(f"{name}: {error}" + (f"\n\n{trace}" if trace else ""))
+            case ChildFailed(error=error):
+                raise DemoError(f"{name}: {error}")
             case Progress(what=what):
-                show.doing[name] = what
-            case Ready():
-                show.doing[name] = "ready"
-                show.model = message.model
-                if message.plan is not None and leads:
-                    show.plans[name.rstrip("0123456789")] = message.plan
-                    show.how[name.rstrip("0123456789")] = message.how
-            case Encoded(tokens=tokens):
-                for answer, own in zip(show.answers, tokens, strict=True):
-                    answer.tokens = own
-            case Prefilled():
-                show.answers[message.prompt].prefilled.append(message)
-            case Pulled():
-                show.answers[message.prompt].pulled.append(message)
-            case Lost():
-                show.answers[message.prompt].lost.append(message)
-            case Stored():
-                show.answers[message.prompt].stored.append(message)
-            case Token():
-                answer = show.answers[message.prompt]
-                if name == "decode0" and answer.decoded is None:
-                    answer.streamed += message.text
-            case Done():
-                self._finished(name, message)
-
-    def _finished(self, name: str, message: Done) -> None:
-        answer = self.show.answers[message.prompt]
-        if name == "single":
-            answer.judged = message
-        elif name == "decode0" and answer.decoded is None:
-            answer.decoded = message
-        elif name == "decode0":
-            answer.from_store = message
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+                self.show.doing[name] = what
+            case Pulled() if prompt is not None:
+                prompt.pulled = message
+            case Lost() if prompt is not None:
+                prompt.lost = message
+            case Token(text=text):
+                if name == "decode" and prompt is not None:
+                    prompt.streamed += text
+            case Ready() | Prefilled() | Finished() | Done():
+                if isinstance(message, Ready):
+                    self.show.doing[name] = "ready"
+                self._replies[name] = message
+            case _:
+                raise DemoError(f"{name} said {type(message).__name__} of no prompt")

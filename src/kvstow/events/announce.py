@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvstow.events.format import BlockHash, BlockRemoved, BlockStored, CacheEvent, Medium
 from kvstow.plan.group import Group
-from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 
 MOST_BLOCKS = 1 << 17
 """Blocks whose tokens are remembered, about 300 bytes each; the oldest are forgotten first."""
@@ -55,8 +55,6 @@ def _kind(retention: Retention) -> tuple[str, int | None]:
             return "sliding_window", tokens
         case Chunk():
             return "chunked_local_attention", None
-        case Sink():
-            return "sink_full_attention", None
         case State():
             return "mamba", None
         case Encoder():

@@ -23,6 +23,7 @@ from kvstow.plan.layout import (
     ORDERS,
     Layout,
     Order,
+    Page,
     PlacedGroup,
     Placement,
     page_runs,
@@ -178,7 +179,7 @@ def _field_offset(given: EngineTensor, specs: Mapping[str, LayerSpec]) -> int:
     return section + spec.field_offsets[given.field]
 
 
-def _placement(given: EngineTensor, spec: LayerSpec, order: Order, base: int) -> Placement:
+def _placement(given: EngineTensor, spec: LayerSpec, order: Order, base: int) -> Page:
     """The address law's four numbers, from pointer and strides; canonical where a size is 1.
 
     Pages of several sections are in one piece: a tensor of them says nothing about the others.
@@ -197,7 +198,7 @@ def _placement(given: EngineTensor, spec: LayerSpec, order: Order, base: int) ->
     else:
         head_stride = head_stride or spec.cell_bytes
         token_stride = token_stride or spec.heads.size * head_stride
-    return Placement(offset, block_stride, head_stride, token_stride)
+    return (Placement(offset, block_stride, head_stride, token_stride),)
 
 
 def _num_slabs(
@@ -226,8 +227,9 @@ def _num_slabs(
 def _order_contradictions(layout: Layout) -> list[str]:
     """Where the strides say another order than the caller."""
     wrong: list[str] = []
-    for name, (group, spec, place) in layout.layers.items():
+    for name, (group, spec, page) in layout.layers.items():
         sizes = {"B": layout.num_blocks(group), "H": spec.heads.size, "N": spec.states}
+        place = page[0]
         strides = {"B": place.block_stride, "H": place.head_stride, "N": place.token_stride}
         letters = [letter for letter in layout.order if sizes.get(letter, 1) > 1]
         real = sorted(letters, key=lambda letter: -strides[letter])
@@ -239,9 +241,9 @@ def _order_contradictions(layout: Layout) -> list[str]:
     for rows, footprint in zip(layout.groups, layout.footprints, strict=True):
         if len(rows.group.layers) < 2 or layout.num_slabs * rows.rows_per_slab < 2:
             continue
-        offsets = [place.offset for place in rows.placements]
+        offsets = [page[0].offset for page in rows.placements]
         spread = max(offsets) - min(offsets)
-        stride = min(place.block_stride for place in rows.placements)
+        stride = min(page[0].block_stride for page in rows.placements)
         if layout.order.startswith("B") != (spread < stride and len(footprint.strips) == 1):
             wrong.append(
                 f"group {footprint.name!r}: the order is said to be {layout.order}, its "
@@ -287,7 +289,9 @@ def adopted(layout: Layout, tensors: Tensors, *, axes: AxisNames) -> Adopted:
     _check_covered(engine, specs)
     _check([text for given in engine for text in _contradictions(layout, given)])
     bases = {
-        given.tensor.data_ptr() - _field_offset(given, specs) - layout.layers[given.layer][2].offset
+        given.tensor.data_ptr()
+        - _field_offset(given, specs)
+        - layout.layers[given.layer][2][0].offset
         for given in engine
     }
     if len(bases) > 1:
@@ -314,15 +318,15 @@ def adopted(layout: Layout, tensors: Tensors, *, axes: AxisNames) -> Adopted:
 
 def _contradictions(layout: Layout, given: EngineTensor) -> list[str]:
     """How one tensor differs from what the layout says of it."""
-    group, spec, place = layout.layers[given.layer]
+    group, spec, page = layout.layers[given.layer]
     wrong = _misread(spec, given)
     inner = spec.field(given.field) if given.field else None
     unit = given.tensor.element_size()
-    wanted = [Axis("block", layout.num_blocks(group), place.block_stride)]
+    wanted = [Axis("block", layout.num_blocks(group), page[0].block_stride)]
     if inner is None and len(spec.sections) > 1:
         wanted += [Axis("content", spec.page_bytes // unit, unit)]
     else:
-        spec, place = placed_sections(spec, place)[inner.section if inner else 0]
+        spec, place = placed_sections(spec, page)[inner.section if inner else 0]
         wanted += [
             Axis("head", spec.heads.size, place.head_stride),
             Axis("token", spec.states, place.token_stride),

@@ -2,7 +2,8 @@
 
 Host memory is one mapping at an address that is a multiple of what the plan asks for. It
 lives as long as any tensor over it: the tensor keeps the mapping's owner, and the owner's end
-unpins and unmaps.
+unpins, unmaps and closes the file. Unless it lies on huge pages, it is the mapping of a file in
+memory, which other processes of this user can map too (`share`).
 """
 
 import ctypes
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -38,9 +39,33 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def host_bytes(nbytes: int, *, align: int, huge_pages: bool, pinned: bool) -> torch.Tensor:
-    """Fresh zeroed host memory of this process, its base a multiple of `align`."""
-    return _mapped(nbytes, align, -1, huge_pages=huge_pages, pinned=pinned)
+class HostBytes(NamedTuple):
+    """Host memory, and the open file that it maps; None where it maps none."""
+
+    memory: torch.Tensor
+    file: int | None
+
+
+def host_bytes(nbytes: int, *, align: int, huge_pages: bool, pinned: bool) -> HostBytes:
+    """Fresh zeroed host memory, its base a multiple of `align`.
+
+    Files in memory get no huge pages from most systems: those are of this process alone.
+    """
+    if huge_pages:
+        return HostBytes(_mapped(nbytes, align, -1, huge_pages=True, pinned=pinned), None)
+    file = os.memfd_create("kvstow", os.MFD_CLOEXEC)
+    try:
+        os.truncate(file, align_up(nbytes, mmap.PAGESIZE))
+        memory = _mapped(nbytes, align, file, huge_pages=False, pinned=pinned, close=True)
+    except BaseException:
+        os.close(file)
+        raise
+    return HostBytes(memory, file)
+
+
+def file_bytes(file: int, nbytes: int) -> torch.Tensor:
+    """Host memory over an open file, which may be closed: the mapping stays."""
+    return _mapped(nbytes, 1, file, huge_pages=False, pinned=False)
 
 
 # ── shared memory: names that another process can open ────────────────────────────────────
@@ -199,8 +224,11 @@ def huge_page_bytes(tensor: torch.Tensor) -> int:
     return total
 
 
-def _mapped(nbytes: int, align: int, file: int, *, huge_pages: bool, pinned: bool) -> torch.Tensor:
-    """A mapping of a file, or of fresh memory where `file` is negative."""
+def _mapped(
+    nbytes: int, align: int, file: int, *, huge_pages: bool, pinned: bool, close: bool = False
+) -> torch.Tensor:
+    """A mapping of a file, or of fresh memory where `file` is negative; with `close`, the file is
+    closed when the mapping ends."""
     step = max(align, mmap.PAGESIZE, HUGE_PAGE_BYTES if huge_pages else 1)
     length = align_up(nbytes, mmap.PAGESIZE)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -219,6 +247,8 @@ def _mapped(nbytes: int, align: int, file: int, *, huge_pages: bool, pinned: boo
             _libc.madvise(address, length, mmap.MADV_HUGEPAGE)
         if pinned:
             weakref.finalize(pages, *_pinned(address, length)).atexit = False
+        if close:
+            weakref.finalize(pages, os.close, file).atexit = False
     except BaseException:
         unmap()
         raise

@@ -55,6 +55,9 @@ class Arena:
     regions: tuple[Run, ...]
     """Where memory really is, in bytes from the base; everything, unless it was adopted."""
 
+    file: int | None
+    """The descriptor of the file in memory that host memory maps; None for all other memory."""
+
     def __init__(
         self,
         layout: Layout,
@@ -65,18 +68,26 @@ class Arena:
         huge_pages: bool = False,
     ) -> None:
         where, nbytes, align = _device(device), _planned(layout).nbytes, layout.base_align
-        remove = None
+        remove, file = None, None
         if where.type != "cpu":
             if pinned or huge_pages or shared is not None:
                 raise ArenaError(f"memory of {where} is not pinned, shared or on huge pages")
             memory = device_bytes(nbytes, where, align=align)
         elif shared is None:
-            memory = host_bytes(nbytes, align=align, huge_pages=huge_pages, pinned=pinned)
+            memory, file = host_bytes(nbytes, align=align, huge_pages=huge_pages, pinned=pinned)
         else:
             memory, remove = shared_bytes(
                 shared, nbytes, align=align, huge_pages=huge_pages, pinned=pinned
             )
         self._take(layout, memory, (Run(0, nbytes),), remove)
+        self.file = file
+
+    @classmethod
+    def over(cls, layout: Layout, memory: torch.Tensor) -> Self:
+        """An arena in memory of somebody else's: `layout.nbytes` bytes, kept by the tensor."""
+        arena = cls.__new__(cls)
+        arena._take(layout, memory, (Run(0, layout.nbytes),), None)
+        return arena
 
     @classmethod
     def attach(cls, layout: Layout, name: str, *, pinned: bool = False) -> Self:
@@ -110,6 +121,7 @@ class Arena:
     ) -> None:
         self.layout = layout
         self.regions = regions
+        self.file: int | None = None
         self._bytes: torch.Tensor | None = memory
         self._kept: tuple[torch.Tensor, ...] = ()
         self._end = None if remove is None else weakref.finalize(self, remove)
@@ -178,15 +190,6 @@ class Arena:
         """One field of a layer: `[block, head, token, …the field's own axes]`."""
         dtype = self._spec(layer).field(name).dtype
         return self.strided(self.layout.field(layer, name), TORCH_TYPES[dtype])
-
-    def subdivided(self, layer: str, tokens: int) -> torch.Tensor:
-        """`tensor(layer)` for a kernel whose blocks are shorter: `tokens` states each.
-
-        `[block · pieces, head, token, content]` where the strides allow it,
-        `[block, sub, head, token, content]` otherwise.
-        """
-        view = self.layout.view(layer).subdivided("token", tokens)
-        return self.strided(view, page_type(self._spec(layer)))
 
     def strided(self, view: View, dtype: torch.dtype) -> torch.Tensor:
         """Any view of this layout as a tensor over the arena's storage."""

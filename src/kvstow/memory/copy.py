@@ -151,7 +151,7 @@ def _check_same_rows(layout: Layout, other: Layout, group: int) -> None:
         name = layout.groups[group].group.name
         raise CopyError(
             f"group {name!r}: rows of the two arenas differ ({layout.order}, {other.order})\n\n"
-            f"hint: copy(a, b, route(a.layout, b.layout).copies(here, there, num_tokens))"
+            f"hint: copy(a, b, plan_route(a.layout, b.layout).copies(here, there, num_tokens))"
         )
 
 

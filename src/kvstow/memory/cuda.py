@@ -174,19 +174,32 @@ def _succeed(what: str, status: int) -> None:
 UNEVEN = 4
 """Copies of more than so many times the mean are cut, so that no program has most of the work."""
 
+MOST_PROGRAMS = 264
+"""Programs of a copy: two per multiprocessor of an H200, where more were not faster."""
+
 
 def gather(
-    source: torch.Tensor, destination: torch.Tensor, copies: Copies
+    source: torch.Tensor, destination: torch.Tensor, copies: Copies, programs: int = MOST_PROGRAMS
 ) -> tuple[torch.Tensor, ...]:
     """Copy by a kernel that reads and writes wherever the copies say, pinned memory included.
 
     The tensors that the kernel needs until it has run.
     """
-    from kvstow.memory.kernels.copy import TILE_BYTES, copy_runs
+    from kvstow.memory.kernels.copy import copy_runs
+
+    table, word, longest = _table(source, destination, copies)
+    copy_runs(source, destination, table, word, longest=longest, programs=programs)
+    return (table,)
+
+
+def _table(
+    source: torch.Tensor, destination: torch.Tensor, copies: Copies
+) -> tuple[torch.Tensor, int, int]:
+    """The kernel's table of the copies, what it counts in, and the longest run in bytes."""
+    from kvstow.memory.kernels.copy import TILE_BYTES
 
     word = word_bytes(source.data_ptr(), destination.data_ptr(), copies)
-    mean = copies.total // len(copies)
-    even = cut(copies, align_up(UNEVEN * mean, TILE_BYTES))
+    even = cut(copies, align_up(UNEVEN * (copies.total // len(copies)), TILE_BYTES))
     columns = np.empty((3, len(even)), np.int64)
     for row, places in zip(columns, (even.source, even.destination, even.nbytes), strict=True):
         np.right_shift(places, word.bit_length() - 1, out=row)
@@ -194,8 +207,7 @@ def gather(
     device = source.device if source.device.type == "cuda" else destination.device
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
-    copy_runs(source, destination, table, word, programs=-(-mean // TILE_BYTES))
-    return (table,)
+    return table, word, int(even.nbytes.max())
 
 
 def warm_up(source: torch.Tensor, route: Route) -> None:
@@ -204,18 +216,23 @@ def warm_up(source: torch.Tensor, route: Route) -> None:
     Those of whole blocks and those of one token start and end at multiples of every word that
     any of its copies do.
     """
+    from kvstow.memory.kernels.copy import WIDTHS, copy_runs
+
     for copies in _examples(route):
         places = copies.nbytes.cumsum() - copies.nbytes
         room = torch.empty(copies.total, dtype=torch.uint8, device=source.device)
-        kept = gather(source, room, Copies(copies.source, places, copies.nbytes))
+        table, word, longest = _table(source, room, Copies(copies.source, places, copies.nbytes))
+        for width in WIDTHS:
+            copy_runs(
+                source, room, table, word, longest=longest, programs=MOST_PROGRAMS, width=width
+            )
         if source.device.type == "cuda":
             torch.cuda.current_stream(source.device).synchronize()
-        del kept
 
 
 def _examples(route: Route) -> Iterator[Copies]:
     """The copies of all kinds of full block pairs, and those of one token; in blocks 1."""
-    cells = (pair.lanes(Overlap(0, 0, 1, *pair.spans)) for pair in route.pairs)
+    cells = (pair.lanes(Overlap(0, 0, 1)) for pair in route.pairs)
     for kinds in (route.lanes, tuple(cells)):
         parts = [lanes.copies for lanes in kinds]
         places = [lanes.copies.source + lanes.source_stride for lanes in kinds]

@@ -8,47 +8,36 @@ the same content: words and keys are those of the whole model (`digest_keys`).
 `docs/concepts/digest.md` says what it detects, and how surely.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise
+from math import gcd
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from kvstow.errors import BlockError, SpecError
-from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest_cells import CopiedCells, are_few, are_few_copies, few_on_device
-from kvstow.memory.digest_device import on_device
-from kvstow.memory.digest_keys import Words, shares, state_keys
-from kvstow.memory.digest_pages import (
-    CountedBlocks,
-    Intervals,
-    Pages,
-    keys_in,
-    pages_of,
-    picked,
-    unit_of,
+from kvstow.memory.digest_keys import (
+    CellKeys,
+    Words,
+    cell_keys,
+    few_heads,
+    layer_seed,
+    shares,
+    state_keys,
 )
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout
 from kvstow.plan.spec import LayerSpec
-from kvstow.plan.view import Ints
+from kvstow.plan.view import Ints, ceil_div
 from kvstow.route.blocks import Blocks, Tokens, first_missing
 from kvstow.route.lanes import state_tokens
 from kvstow.route.overlap import Interval
 from kvstow.route.route import Claims
 
-__all__ = [
-    "MODULUS",
-    "DigestOf",
-    "Listed",
-    "copied",
-    "counted_states",
-    "digest",
-    "prepared",
-    "shares",
-]
+__all__ = ["MODULUS", "DigestOf", "Listed", "counted_states", "digest", "prepared", "shares"]
 
 MODULUS = 1 << 64
 
@@ -91,7 +80,7 @@ def digest(
     >>> digest(here, [1, 2], 25) == digest(there, [4, 7], 25)
     False
     """
-    asked = DigestOf(
+    what = DigestOf(
         blocks,
         num_tokens,
         layers=layers,
@@ -101,7 +90,7 @@ def digest(
         every=every,
         phase=phase,
     )
-    return prepared(arena, [asked])()[0]
+    return prepared(arena, [what])()[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,72 +114,83 @@ def prepared(arena: Arena, digests: Sequence[DigestOf]) -> Callable[[], tuple[in
     What is returned counts the bytes as they lie when it is called, as often as it is called;
     on CUDA, in the stream that is current now, and not in two threads at once.
     """
-    parts = [_parts(arena, asked) for asked in digests]
-    if arena.device.type == "cuda" and are_few(parts):
-        return few_on_device(arena, parts)
-    on = on_device if arena.device.type == "cuda" else _on_host
-    counts = [[on(arena, *part) for part in each] for each in parts]
+    parts = [_parts(arena, what) for what in digests]
+    on_device = arena.device.type == "cuda"
+    if on_device and _are_few(part for each in parts for part in each):
+        return _few_on_device(arena, parts)
+    launch = _on_device if on_device else _on_host
+    sums = [[launch(arena, part) for part in each] for each in parts]
 
-    def taken() -> tuple[int, ...]:
-        running = [[count() for count in each] for each in counts]  # all run before one is awaited
+    def take() -> tuple[int, ...]:
+        running = [[run() for run in each] for each in sums]  # all run before one is awaited
         return tuple(sum(map(int, each)) % MODULUS for each in running)
 
-    return taken
+    return take
 
 
-def copied(arena: Arena, digests: Sequence[DigestOf]) -> CopiedCells | None:
-    """What digests count, on its way to the host, if it is a few cells of a device: no kernel
-    runs for it. It starts after what the current stream was given before."""
-    if arena.device.type != "cuda" or not cuda.has_batch():
-        return None
-    parts = [_parts(arena, asked) for asked in digests]
-    return CopiedCells(arena, parts) if are_few_copies(parts) else None
+# ── what counts ───────────────────────────────────────────────────────────────────────────
 
 
-def _parts(arena: Arena, asked: DigestOf) -> list[CountedBlocks]:
-    """The blocks of a digest by like pages, those left out of which nothing counts."""
-    tokens = asked.start_token, asked.num_tokens
-    _check(arena.layout, asked.layers, tokens, asked.every, asked.phase)
-    found: list[CountedBlocks] = []
-    for group, listed in _by_group(arena, asked.blocks).items():
-        ids = arena.checked(group, listed.ids)
-        placed = arena.layout.groups[group]
-        for pages in pages_of(arena, group, asked.layers, asked.claims, asked.heads):
-            intervals = counted_states(placed.group, pages.spec, tokens[1], tokens[0])
-            counting = _counting(placed.group, pages.spec, listed.index, intervals)
-            part = CountedBlocks(pages, ids[counting], listed.index[counting], intervals)
-            found.append(picked(part, asked.every, asked.phase) if asked.every > 1 else part)
-    return [part for part in found if len(part.ids)]
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Blocks that count in a digest, of pages that differ only in where they start.
+
+    Of every layer, which has an `offset` and a `seed`, block `ids[i]` starts at
+    `offset + ids[i] · block_stride` and holds `states` states, from number
+    `logical[i] · states` on. Those inside `interval` count.
+    """
+
+    ids: Ints
+    logical: Ints
+    interval: Interval
+    offsets: Ints
+    seeds: Words
+    keys: CellKeys
+    states: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+
+    @property
+    def nbytes(self) -> int:
+        cells = len(self.offsets) * len(self.ids) * self.states
+        return cells * self.keys.table.size * self.keys.unit
+
+    @property
+    def unit(self) -> int:
+        """The length of words; single bytes where cells do not start at words' multiples."""
+        return self.keys.unit if self.are_multiples(self.keys.unit) else 1
+
+    def are_multiples(self, number: int) -> bool:
+        """Whether every cell starts at a multiple of this many bytes from the arena's base."""
+        strides = self.block_stride, self.head_stride, self.token_stride
+        return not any(stride % number for stride in strides) and not (self.offsets % number).any()
 
 
-def _check(
-    layout: Layout, layers: Collection[str] | None, tokens: Interval, every: int, phase: int
-) -> None:
+def _parts(arena: Arena, what: DigestOf) -> list[Part]:
+    """The blocks of a digest by geometry of pages, those left out of which nothing counts."""
+    _check(arena.layout, what)
+    parts = [
+        part
+        for group, listed in _by_group(arena, what.blocks).items()
+        for part in _group_parts(arena, group, listed, what)
+    ]
+    if what.every > 1:
+        parts = [_sampled(part, what.every, what.phase) for part in parts]
+    return [part for part in parts if len(part.ids)]
+
+
+def _check(layout: Layout, what: DigestOf) -> None:
     """SpecError for layers, tokens or phases that do not exist: their digest would be 0."""
-    unknown = [name for name in layers or () if name not in layout.layers]
+    unknown = [name for name in what.layers or () if name not in layout.layers]
     if unknown:
         raise SpecError(f"no layers {unknown[:8]} in the arena of {layout.model!r}")
-    if min(tokens) < 0:
-        raise SpecError(f"tokens [{tokens[0]}, {tokens[1]}) do not exist")
-    if not 0 <= phase < every:
-        raise SpecError(f"every {every}, phase {phase}: a phase is at least 0 and below every")
-
-
-# ── which states count ────────────────────────────────────────────────────────────────────
-
-
-def counted_states(group: Group, spec: LayerSpec, num_tokens: int, start_token: int) -> Intervals:
-    """States of a layer that the token after `num_tokens` looks at, from `start_token` on.
-
-    Two half-open intervals, the second one empty but for sinks. A state of several tokens
-    counts when one of them does; of summaries, the running one.
-    """
-    span = state_tokens(spec)
-    intervals = [
-        (tokens.first // span, -(-tokens.end // span)) if tokens.first < tokens.end else (0, 0)
-        for tokens in Tokens(start_token, num_tokens).needed(group)
-    ]
-    return intervals[0], intervals[1] if len(intervals) > 1 else (0, 0)
+    if min(what.start_token, what.num_tokens) < 0:
+        raise SpecError(f"tokens [{what.start_token}, {what.num_tokens}) do not exist")
+    if not 0 <= what.phase < what.every:
+        raise SpecError(
+            f"every {what.every}, phase {what.phase}: a phase is at least 0 and below every"
+        )
 
 
 def _by_group(arena: Arena, blocks: Listed | Blocks | Sequence[int] | Ints) -> dict[int, Blocks]:
@@ -209,21 +209,79 @@ def _by_group(arena: Arena, blocks: Listed | Blocks | Sequence[int] | Ints) -> d
     return {0: blocks if isinstance(blocks, Blocks) else Blocks.first(blocks)}
 
 
-def _counting(group: Group, spec: LayerSpec, index: Ints, intervals: Intervals) -> slice | Ints:
-    """Which of the listed blocks count; BlockError for a list that lacks one."""
-    slices: list[slice] = []
-    for low, high in intervals:
-        first, end = low // spec.states, -(-high // spec.states)
-        start, stop = np.searchsorted(index, (first, end)).tolist()
-        if stop - start != end - first:
-            missing = first_missing(index[start:stop], first, end)
-            raise BlockError(
-                f"group {group.name!r}: the digest needs logical blocks {missing.tolist()}, "
-                f"the request lists {index[:8].tolist()}"
+def _group_parts(arena: Arena, number: int, listed: Blocks, what: DigestOf) -> Iterator[Part]:
+    ids, group = arena.checked(number, listed.ids), arena.layout.groups[number].group
+    for pages in arena.layout.page_sets[number]:
+        names = [n for n in pages.layers if what.layers is None or n in what.layers]
+        if not names:
+            continue
+        spec, place = pages.spec, pages.place
+        low, high = counted_states(group, spec, what.num_tokens, what.start_token)
+        at = _counting(group, spec, listed.index, (low, high))
+        for first_head, keys, chosen in _keyed(spec, names, what):
+            which = [i for i, name in enumerate(pages.layers) if name in chosen]
+            yield Part(
+                ids=ids[at],
+                logical=listed.index[at],
+                interval=(low, high),
+                offsets=pages.offsets[which] + first_head * place.head_stride,
+                seeds=np.array([layer_seed(pages.layers[i]) for i in which], np.uint64),
+                keys=keys,
+                states=spec.states,
+                block_stride=place.block_stride,
+                head_stride=place.head_stride,
+                token_stride=place.token_stride,
             )
-        slices.append(slice(start, stop))
-    one, other = slices
-    return one if other.start == other.stop else np.union1d(np.r_[one], np.r_[other])
+
+
+def _keyed(
+    spec: LayerSpec, names: Sequence[str], what: DigestOf
+) -> Iterator[tuple[int, CellKeys, set[str]]]:
+    """Layers with the same keys: the first head that counts, keys from there on, and names."""
+    by_keys: dict[CellKeys, set[str]] = {}
+    if what.claims is None:
+        by_keys[cell_keys(spec, None)] = set(names)
+    else:
+        for name in names:
+            by_keys.setdefault(cell_keys(spec, what.claims.get(name, {})), set()).add(name)
+    for keys, alike in by_keys.items():
+        first, some = (0, keys) if what.heads is None else few_heads(keys, spec.heads, what.heads)
+        if some.table.any():
+            yield first, some, alike
+
+
+def counted_states(group: Group, spec: LayerSpec, num_tokens: int, start_token: int) -> Interval:
+    """States of a layer that the token after `num_tokens` looks at, from `start_token` on.
+
+    A state of several tokens counts when one of them does; of summaries, the running one.
+    """
+    span, tokens = state_tokens(spec), Tokens(start_token, num_tokens).needed(group)
+    if tokens.first >= tokens.end:
+        return 0, 0
+    return tokens.first // span, ceil_div(tokens.end, span)
+
+
+def _counting(group: Group, spec: LayerSpec, index: Ints, interval: Interval) -> slice:
+    """Which of the listed blocks count; BlockError for a list that lacks one."""
+    first, end = interval[0] // spec.states, ceil_div(interval[1], spec.states)
+    start, stop = np.searchsorted(index, (first, end)).tolist()
+    if stop - start != end - first:
+        missing = first_missing(index[start:stop], first, end)
+        raise BlockError(
+            f"group {group.name!r}: the digest needs logical blocks {missing.tolist()}, "
+            f"the request lists {index[:8].tolist()}"
+        )
+    return slice(start, stop)
+
+
+def _sampled(part: Part, every: int, phase: int) -> Part:
+    """The states that leave `phase`, each as a block of its own that holds one state."""
+    low, high = part.interval
+    states = np.arange(low + (phase - low) % every, high, every)
+    rows = part.ids[np.searchsorted(part.logical, states // part.states)]
+    unit = gcd(part.block_stride, part.token_stride)
+    starts = rows * part.block_stride + states % part.states * part.token_stride
+    return replace(part, ids=starts // unit, logical=states, states=1, block_stride=unit)
 
 
 # ── on the host ───────────────────────────────────────────────────────────────────────────
@@ -232,54 +290,126 @@ CHUNK_BYTES = 512 << 10
 """Cells gathered at a time on the host: they stay in the second-level cache."""
 
 
-def _on_host(
-    arena: Arena, pages: Pages, ids: Ints, index: Ints, intervals: Intervals
-) -> Callable[[], int]:
-    return partial(_host_sum, arena, pages, ids, index, intervals)
+def _on_host(arena: Arena, part: Part) -> Callable[[], int]:
+    return partial(_host_sum, arena, part)
 
 
-def _host_sum(arena: Arena, pages: Pages, ids: Ints, index: Ints, intervals: Intervals) -> int:
-    unit, states = unit_of(pages), pages.states
-    table = keys_in(pages.keys, unit)
-    states_at = index[:, None] * states + np.arange(states)
-    counted = _inside(states_at, intervals)
-    step = max(1, CHUNK_BYTES // (states * table.size * unit))
+def _host_sum(arena: Arena, part: Part) -> int:
+    unit, ids = part.unit, part.ids
+    table = part.keys.in_words(unit)
+    states = part.logical[:, None] * part.states + np.arange(part.states)
+    counted = ((states >= part.interval[0]) & (states < part.interval[1])).astype(np.uint64)
+    heads_outside = part.head_stride > part.token_stride
+    step = max(1, CHUNK_BYTES // (part.states * table.size * unit))
     sums = np.zeros((), np.uint64)
-    for offset, layer in zip(pages.offsets.tolist(), pages.seeds, strict=True):
-        cells = _cells(arena, pages, offset, table.shape, unit, int(ids.max()) + 1)
-        factors = state_keys(layer, states_at) * counted
+    for offset, seed in zip(part.offsets.tolist(), part.seeds, strict=True):
+        axes = [(len(table), part.head_stride), (part.states, part.token_stride)]
+        outer, inner = axes if heads_outside else reversed(axes)
+        cells = np.ndarray(  # as they lie: head or token outside
+            (int(ids.max()) + 1, outer[0], inner[0], table.shape[1]),
+            f"<u{unit}",
+            arena.bytes.numpy(),
+            offset,
+            (part.block_stride, outer[1], inner[1], unit),
+        )
+        factors = state_keys(seed, states) * counted
         for at in range(0, len(ids), step):
-            part = cells[ids[at : at + step]]  # as it lies: head or token outside
-            if pages.heads_outside:
-                inner = np.einsum("bhnw,hw->bhn", part, table).sum(axis=1, dtype=np.uint64)
+            some = cells[ids[at : at + step]]
+            if heads_outside:
+                sum_ = np.einsum("bhnw,hw->bhn", some, table).sum(axis=1, dtype=np.uint64)
             else:
-                inner = np.einsum("bnj,j->bn", part.reshape(*part.shape[:2], -1), table.reshape(-1))
-            sums += (inner * factors[at : at + step]).sum(dtype=np.uint64)
+                sum_ = np.einsum("bnj,j->bn", some.reshape(*some.shape[:2], -1), table.reshape(-1))
+            sums += (sum_ * factors[at : at + step]).sum(dtype=np.uint64)
     return int(sums)
 
 
-def _cells(
-    arena: Arena,
-    pages: Pages,
-    offset: int,
-    table_shape: tuple[int, ...],
-    unit: int,
-    num_blocks: int,
-) -> npt.NDArray[np.uint32]:
-    """Cells of a layer in words: block, then head and token as they lie, then word."""
-    heads, words = table_shape
-    axes = [(heads, pages.head_stride), (pages.states, pages.token_stride)]
-    outer, inner = axes if pages.heads_outside else reversed(axes)
-    return np.ndarray(
-        (num_blocks, outer[0], inner[0], words),
-        f"<u{unit}",
-        arena.bytes.numpy(),
-        offset,
-        (pages.block_stride, outer[1], inner[1], unit),
+# ── on a device ───────────────────────────────────────────────────────────────────────────
+
+FEW_BYTES = 8 << 20
+"""A sample of a long prompt is shorter; one program for each cell would be slow for much more."""
+
+
+def _are_few(parts: Iterable[Part]) -> bool:
+    """Whether these are so few cells that they are best listed, each in a block of its own."""
+    parts = list(parts)
+    return all(part.states == 1 for part in parts) and sum(p.nbytes for p in parts) <= FEW_BYTES
+
+
+def _on_device(arena: Arena, part: Part) -> Callable[[], torch.Tensor]:
+    """The sum over one part; what is returned launches it."""
+    from kvstow.memory.kernels.digest import cell_sums
+
+    unit = part.unit
+    offsets, (n, m) = part.offsets // unit, (len(part.ids), len(part.offsets))
+    numbers = np.concatenate((part.ids, part.logical, offsets, part.seeds.view(np.int64)))
+    there = torch.as_tensor(numbers, device=arena.device)  # one copy for all
+    return cell_sums(
+        _in_words(arena, unit),
+        _device_keys(part.keys, unit, arena.device),
+        (there[:n], there[n : 2 * n]),
+        (there[2 * n : 2 * n + m], there[2 * n + m :]),
+        (part.block_stride // unit, part.head_stride // unit, part.token_stride // unit),
+        part.states,
+        part.interval,
+        aligned=unit == 4 and arena.address % 16 == 0 and part.are_multiples(16),
     )
 
 
-def _inside(states: Ints, intervals: Intervals) -> Words:
-    (low, high), (low2, high2) = intervals
-    counted = ((states >= low) & (states < high)) | ((states >= low2) & (states < high2))
-    return counted.astype(np.uint64)
+def _few_on_device(
+    arena: Arena, digests: Sequence[Sequence[Part]]
+) -> Callable[[], tuple[int, ...]]:
+    """Several digests in one copy and one launch, of parts whose blocks hold one state each.
+
+    With `_on_device` every group of a model would have launches of its own, and a hybrid model has
+    many groups.
+    """
+    from kvstow.memory.kernels.digest import cells_summed
+
+    parts = [part for each in digests for part in each]
+    if not parts:
+        return lambda: (0,) * len(digests)
+    unit = min(part.unit for part in parts)
+    tables = [part.keys.in_words(unit) for part in parts]
+    first_keys = accumulate((table.size for table in tables), initial=0)
+    listed = [_cells(*each, unit) for each in zip(parts, tables, first_keys, strict=False)]
+    cells = np.concatenate(listed, axis=1)
+    keys = np.concatenate([table.ravel() for table in tables]).view(np.int64)
+    there = torch.as_tensor(np.concatenate((cells.ravel(), keys)), device=arena.device)
+    launch = cells_summed(_in_words(arena, unit), there[cells.size :], there[: cells.size])
+    lengths = iter([each.shape[1] for each in listed])
+    ends = accumulate((sum(next(lengths) for _ in each) for each in digests), initial=0)
+    slices = [slice(*pair) for pair in pairwise(ends)]
+
+    def take() -> tuple[int, ...]:
+        sums = launch().cpu().numpy().view(np.uint64)
+        return tuple(int(sums[each].sum(dtype=np.uint64)) for each in slices)
+
+    return take
+
+
+def _cells(part: Part, table: Words, first_key: int, unit: int) -> Ints:
+    """Per cell of a part: where it starts, its state's key, where its words' keys start, and how
+    many words it has; layer by layer, head by head."""
+    heads, words = table.shape
+    heads_at: Ints = np.arange(heads, dtype=np.int64) * part.head_stride
+    bases = np.add.outer(part.offsets, heads_at)
+    starts = np.add.outer(bases, part.ids * part.block_stride)
+    factors = np.stack([state_keys(seed, part.logical) for seed in part.seeds])
+    cells = np.empty((4, len(part.offsets), heads, len(part.ids)), np.int64)
+    cells[0] = starts // unit
+    cells[1] = factors[:, None].view(np.int64)
+    cells[2] = first_key + (np.arange(heads) * words)[:, None]
+    cells[3] = words
+    return cells.reshape(4, -1)
+
+
+@lru_cache(maxsize=64)
+def _device_keys(keys: CellKeys, unit: int, device: torch.device) -> torch.Tensor:
+    """Keys on a device, copied there once."""
+    return torch.as_tensor(keys.in_words(unit).view(np.int64), device=device)
+
+
+def _in_words(arena: Arena, unit: int) -> torch.Tensor:
+    """The arena's bytes in words of this length."""
+    words = {1: torch.uint8, 4: torch.uint32}[unit]
+    return arena.bytes[: arena.nbytes // unit * unit].view(words)

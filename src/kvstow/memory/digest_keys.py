@@ -5,7 +5,7 @@ coordinates of the whole model and filled up with zeros at the end of that axis.
 holds some of a word's bytes counts those: the sum over ranks is the sum over whole words.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -18,6 +18,7 @@ from kvstow.errors import SpecError
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import Extent, Field, LayerSpec
+from kvstow.plan.view import ceil_div
 from kvstow.route.overlap import Box, Interval
 from kvstow.route.route import Claims
 
@@ -46,6 +47,12 @@ def state_keys(layer_seed: np.uint64, states: npt.NDArray[np.int64]) -> Words:
     return mixed(layer_seed + (states + 1).astype(np.uint64) * STEP)
 
 
+@lru_cache(maxsize=4096)
+def layer_seed(name: str) -> int:
+    """64 bits that stand for a layer."""
+    return seed("layer", name)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CellKeys:
     """P for every word of every head's cell: `table[head, word]`; 0 where nothing counts.
@@ -56,14 +63,30 @@ class CellKeys:
     table: Words
     unit: int
 
+    def in_words(self, unit: int) -> Words:
+        """The keys for words of this length."""
+        if unit == self.unit:
+            return self.table
+        shifts = np.arange(self.unit, dtype=np.uint64) * np.uint64(8)
+        return (self.table[..., None] << shifts).reshape(len(self.table), -1)
 
-def cell_keys(spec: LayerSpec, claims: Claims | None) -> CellKeys:
-    """P over one layer's cells; with `claims`, only where they say."""
-    if claims is None:
+
+def cell_keys(spec: LayerSpec, claimed: Mapping[str, Sequence[Box]] | None) -> CellKeys:
+    """P over a layer's cells; of each field only those boxes, if some are claimed."""
+    if claimed is None:
         return _cell_keys(spec.heads, spec.fields, None)
-    wanted = claims.get(spec.name, {})
-    boxes = tuple(tuple(wanted.get(field.name, ())) for field in spec.fields)
+    boxes = tuple(tuple(claimed.get(field.name, ())) for field in spec.fields)
     return _cell_keys(spec.heads, spec.fields, boxes)
+
+
+@lru_cache(maxsize=256)
+def few_heads(keys: CellKeys, held: Extent, heads: Interval) -> tuple[int, CellKeys]:
+    """The first head that is one of these, as it lies, and the keys from there to the last."""
+    numbers = np.concatenate([np.arange(*piece) for piece in held.pieces])
+    inside = (numbers >= heads[0]) & (numbers < heads[1])
+    where = np.flatnonzero(inside) if inside.any() else np.zeros(1, np.int64)
+    some = slice(where[0], where[-1] + 1)
+    return int(where[0]), CellKeys(keys.table[some] * inside[some, None], keys.unit)
 
 
 @lru_cache(maxsize=64)
@@ -96,7 +119,7 @@ def _fill(array: Words, heads: Extent, field: Field, box: Box) -> None:
         raise SpecError(f"field {field.name!r}: {box[-1]} of {field.dtype} are not whole bytes")
     start, stop = box[-1][0] * bits // 8, box[-1][1] * bits // 8
     position = np.arange(start, stop, dtype=np.uint64)
-    line_words = -(-last.total * bits // (8 * WORD_BYTES))
+    line_words = ceil_div(last.total * bits, 8 * WORD_BYTES)
     line = np.zeros((), np.uint64)
     for extent, (lo, hi) in zip((heads, *leading), box[:-1], strict=True):
         line = line[..., None] * np.uint64(extent.total) + np.arange(lo, hi, dtype=np.uint64)

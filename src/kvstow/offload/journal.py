@@ -1,9 +1,8 @@
 """Which prompts were stored, so that somebody can say later why one was not found.
 
-    secret      16 random bytes of this journal
-    identities  digest │ fields by name: model, weights, configuration, adapter, digest of the salt
-    prompts     when │ identity │ tokens per block │ per block 8 bytes of a keyed digest of all
-                tokens up to its end │ the tokens themselves, if that was asked for
+    meta     16 random bytes of this journal, the secret
+    prompts  when │ identity: its digest, and its fields by name │ tokens per block │ per block 8
+             bytes of a keyed digest of all tokens up to its end │ the tokens, if the user wants
 
 A digest of a block says whether another prompt has the same tokens so far, and nothing else
 to whoever cannot guess a whole block. Tokens are kept only if the user wants them. The journal
@@ -44,12 +43,11 @@ DIGEST_BYTES = 8
 _NOBODY = Identity.unverified("only tokens count")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (secret BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS identities (digest BLOB PRIMARY KEY, fields TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS prompts (
-    id INTEGER PRIMARY KEY, at REAL NOT NULL, identity BLOB NOT NULL, step INTEGER NOT NULL,
-    first BLOB NOT NULL, last BLOB NOT NULL, digests BLOB NOT NULL, tokens BLOB);
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, identity BLOB NOT NULL, fields TEXT NOT NULL,
+    step INTEGER NOT NULL, first BLOB NOT NULL, last BLOB NOT NULL, digests BLOB NOT NULL,
+    tokens BLOB);
 CREATE INDEX IF NOT EXISTS by_first ON prompts (first, identity);
-CREATE INDEX IF NOT EXISTS by_identity ON prompts (identity);
 """
 
 
@@ -95,44 +93,44 @@ class Journal:
             return
         try:
             with self._lock:
-                self._note(self._opened(), prompt, identity, step)
+                self._write(self._connect(), prompt, identity, step)
         except (sqlite3.Error, OSError) as error:
             if not self._has_failed:
                 log.warning("%s: stored prompts are not noted: %s", self.path, error)
             self._has_failed = True
 
-    def _note(
+    def _write(
         self, connection: sqlite3.Connection, prompt: Prompt, identity: Identity, step: int
     ) -> None:
+        """Enter a prompt in the place of those that are beginnings of it; the oldest go."""
         digests = self._digests(prompt, step)
         tokens = prompt.tokens.astype("<i4").tobytes() if self._keeps_tokens else None
+        row = (time.time(), identity.digest, json.dumps(identity.fields), step, digests[0])
+        row += (digests[-1], b"".join(digests), tokens)
         with connection:
-            connection.execute(
-                "INSERT OR IGNORE INTO identities VALUES (?, ?)",
-                (identity.digest, json.dumps(identity.fields)),
-            )
-            beginnings = connection.execute(
+            others = connection.execute(
                 "SELECT id, last FROM prompts WHERE first = ? AND identity = ?",
                 (digests[0], identity.digest),
             ).fetchall()
-            passed = set(digests)  # a prompt that ended where this one passes is its beginning
+            passed = set(digests)
             connection.executemany(
                 "DELETE FROM prompts WHERE id = ?",
-                [(number,) for number, last in beginnings if last in passed],
+                [(number,) for number, last in others if last in passed],
             )
-            row = (time.time(), identity.digest, step, digests[0], digests[-1])
-            row += (b"".join(digests), tokens)
             connection.execute(
-                "INSERT INTO prompts (at, identity, step, first, last, digests, tokens) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO prompts (at, identity, fields, step, first, last, digests, tokens) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 row,
             )
-            _forget_oldest(connection, self._most_prompts)
+            connection.execute(
+                "DELETE FROM prompts WHERE id <= (SELECT MAX(id) FROM prompts) - ?",
+                (self._most_prompts,),
+            )
 
-    def _opened(self) -> sqlite3.Connection:
+    def _connect(self) -> sqlite3.Connection:
         if self._connection is None:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            connection = _connected(self.path)
+            connection = _open(self.path)
             self._secret = _secret(connection)
             self._connection = connection  # last: without the secret nothing may be noted
         return self._connection
@@ -153,30 +151,32 @@ class Journal:
             return []
         try:
             with self._lock:
-                return self._alike(self._opened(), prompt)
+                return self._read(self._connect(), prompt)
         except (sqlite3.Error, ValueError) as error:
             raise StoreError(f"{self.path}: cannot be read: {error}") from None
 
-    def _alike(self, connection: sqlite3.Connection, prompt: Prompt) -> list[RecordedPrompt]:
-        found: list[RecordedPrompt] = []
+    def _read(self, connection: sqlite3.Connection, prompt: Prompt) -> list[RecordedPrompt]:
+        alike: list[RecordedPrompt] = []
         for (step,) in connection.execute("SELECT DISTINCT step FROM prompts").fetchall():
             digests = self._digests(prompt, step)
             rows = connection.execute(
-                "SELECT at, identity, fields, digests, tokens FROM prompts JOIN identities "
-                "ON identity = digest WHERE step = ? AND (first = ? OR tokens IS NOT NULL) "
-                "ORDER BY id DESC LIMIT ?",
+                "SELECT at, identity, fields, digests, tokens FROM prompts "
+                "WHERE step = ? AND (first = ? OR tokens IS NOT NULL) ORDER BY id DESC LIMIT ?",
                 (step, digests[0] if digests else b"", MOST_CANDIDATES),
             )
-            for at, identity, fields, theirs, tokens in rows:
-                shared = _common(digests, theirs)
-                recorded = None if tokens is None else np.frombuffer(tokens, "<i4")
-                count = len(theirs) // DIGEST_BYTES * step
-                found.append(
+            for at, identity, fields, recorded, tokens in rows:
+                alike.append(
                     RecordedPrompt(
-                        at, identity, json.loads(fields), step, count, shared * step, recorded
+                        at=at,
+                        identity=identity,
+                        fields=json.loads(fields),
+                        step=step,
+                        num_tokens=len(recorded) // DIGEST_BYTES * step,
+                        shared_tokens=_num_shared(digests, recorded) * step,
+                        tokens=None if tokens is None else np.frombuffer(tokens, "<i4"),
                     )
                 )
-        return sorted(found, key=lambda each: -each.shared_tokens)
+        return sorted(alike, key=lambda each: -each.shared_tokens)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -186,7 +186,7 @@ class Journal:
             self._connection = None
 
 
-def _connected(path: Path) -> sqlite3.Connection:
+def _open(path: Path) -> sqlite3.Connection:
     with suppress(FileExistsError):  # SQLite gives its log the mode that it finds
         os.mknod(path, stat.S_IFREG | 0o600)
     connection = sqlite3.connect(path, timeout=1.0, check_same_thread=False)
@@ -207,21 +207,9 @@ def _secret(connection: sqlite3.Connection) -> bytes:
     return row[0]
 
 
-def _forget_oldest(connection: sqlite3.Connection, most_prompts: int) -> None:
-    """Keep so many prompts, and no identity that none of them has."""
-    oldest = "FROM prompts WHERE id <= (SELECT MAX(id) FROM prompts) - ?"
-    gone = connection.execute(f"SELECT DISTINCT identity {oldest}", (most_prompts,)).fetchall()
-    connection.execute(f"DELETE {oldest}", (most_prompts,))
-    connection.executemany(
-        "DELETE FROM identities WHERE digest = ?1 "
-        "AND NOT EXISTS (SELECT 1 FROM prompts WHERE identity = ?1)",
-        gone,
-    )
-
-
-def _common(digests: Sequence[bytes], theirs: bytes) -> int:
+def _num_shared(digests: Sequence[bytes], recorded: bytes) -> int:
     """How many blocks are alike."""
     for k, digest in enumerate(digests):
-        if theirs[k * DIGEST_BYTES : (k + 1) * DIGEST_BYTES] != digest:
+        if recorded[k * DIGEST_BYTES : (k + 1) * DIGEST_BYTES] != digest:
             return k
     return len(digests)

@@ -14,7 +14,7 @@ every fourth block of 16. The pool's own hashes are 64 bits wide and confirmed t
 a store has no tokens to compare, so its keys are wide enough not to need them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -26,8 +26,9 @@ from kvstow.offload.disk.format import ChainLink
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
-from kvstow.plan.retention import Encoder, State, seen_blocks
+from kvstow.plan.retention import Bools, Encoder, State, longest_prefix, seen_blocks
 from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
 
 KEY_BYTES = 32
 _PERSON = b"kvstow block 2"
@@ -55,11 +56,11 @@ def keys_at(identity: Identity, prompt: Prompt, ends: Iterable[int]) -> list[byt
         raise StoreError(f"a prompt is {type(prompt).__name__}\n\nhint: kvstow.Prompt.of(tokens)")
     chain = KeyChain(identity, salt=prompt.salt, extra=prompt.extra)
     tokens = memoryview(prompt.tokens.astype("<i4").tobytes())
-    keys = list[bytes]()
+    keys, num_tokens = list[bytes](), len(prompt)
     for end in ends:
         at = chain.num_tokens
-        if not at <= end <= len(prompt):
-            raise StoreError(f"no key after {end} of {len(prompt)} tokens, behind {at}")
+        if not at <= end <= num_tokens:
+            raise StoreError(f"no key after {end} of {num_tokens} tokens, behind {at}")
         keys.append(chain.grow(tokens[4 * at : 4 * end]))
     return keys
 
@@ -97,37 +98,90 @@ def _sized(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-# ── which rows a prompt needs ─────────────────────────────────────────────────────────
+# ── the rows of a prompt ──────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keyed:
     """Logical block `index[i]` of a request has key `keys[i]` in one group."""
 
-    keys: tuple[bytes, ...]
+    keys: Sequence[bytes]
     index: Ints
 
 
-def wanted(identity: Identity, prompt: Prompt, layout: Layout, num_tokens: int) -> dict[int, Keyed]:
-    """The blocks of each group that the token at `num_tokens` sees, with their keys.
+class PromptRows:
+    """The rows that a prompt has in the groups of a layout, and their keys, each made once."""
 
-    A block that `num_tokens` ends in the middle of has the key of just these tokens. So has a
-    recurrent state, whose index is that of the block it ends in.
-    """
-    blocks: dict[int, Keyed] = {}
-    for g, group in tokenwise_groups(layout):
-        keys = block_keys(identity, prompt, group.block_tokens)
-        sinks, rest = seen_blocks(group.retention, num_tokens, group.block_tokens)
-        index = [*sinks, *rest]
-        chosen = [keys[i] for i in index]
-        if num_tokens % group.block_tokens:
-            recurrent = isinstance(group.retention, State)
-            end = num_tokens // group.block_tokens
-            index = [end] if recurrent else [*index, end]
-            last = keys_at(identity, prompt, [num_tokens])
-            chosen = last if recurrent else [*chosen, *last]
-        blocks[g] = Keyed(tuple(chosen), np.array(index, np.int64))
-    return blocks
+    def __init__(self, layout: Layout, identity: Identity, prompt: Prompt) -> None:
+        self._identity, self._prompt = identity, prompt
+        self.groups = tokenwise_groups(layout)
+        self._by_size: dict[int, list[bytes]] = {}
+
+    def keys(self, block_tokens: int) -> list[bytes]:
+        """The keys of all whole blocks of so many tokens."""
+        if block_tokens not in self._by_size:
+            self._by_size[block_tokens] = block_keys(self._identity, self._prompt, block_tokens)
+        return self._by_size[block_tokens]
+
+    def seen(self, num_tokens: int) -> dict[int, Keyed]:
+        """The blocks of each group that the token at `num_tokens` sees, with their keys.
+
+        A block that `num_tokens` ends in the middle of has the key of just these tokens. So has a
+        recurrent state, whose index is that of the block it ends in.
+        """
+        blocks: dict[int, Keyed] = {}
+        for g, group in self.groups:
+            seen = seen_blocks(group.retention, num_tokens, group.block_tokens)
+            keys, index = self.keys(group.block_tokens)[seen.start : seen.stop], [*seen]
+            if num_tokens % group.block_tokens:
+                is_state = isinstance(group.retention, State)
+                keys = [*([] if is_state else keys), self.key_at(num_tokens)]
+                index = [*([] if is_state else index), num_tokens // group.block_tokens]
+            blocks[g] = Keyed(keys, np.array(index, np.int64))
+        return blocks
+
+    def key_at(self, num_tokens: int) -> bytes:
+        """The key of so many tokens."""
+        return keys_at(self._identity, self._prompt, [num_tokens])[0]
+
+    def longest(
+        self,
+        most: int,
+        contains: Callable[[int, Sequence[bytes]], Bools],
+        into: Mapping[int, Blocks] | None = None,
+    ) -> int:
+        """The longest beginning, at most `most` tokens, whose rows a store `contains`, and for
+        which blocks are listed where there are any: all of the prompt, or whole blocks of every
+        group."""
+        if most >= len(self._prompt) and self._has_all(contains, into):
+            return len(self._prompt)
+        groups = dict(self.groups)
+
+        def holds(g: int, num_blocks: int) -> Bools:
+            group = groups[g]
+            there = contains(g, self.keys(group.block_tokens)[:num_blocks])
+            if into is not None and not isinstance(group.retention, State):
+                there &= np.isin(np.arange(num_blocks), into[g].index)
+            return there
+
+        return longest_prefix(self.groups, min(most, len(self._prompt)), holds)
+
+    def _has_all(
+        self,
+        contains: Callable[[int, Sequence[bytes]], Bools],
+        into: Mapping[int, Blocks] | None,
+    ) -> bool:
+        """Whether a prompt that ends inside a block is kept as a whole."""
+        end = len(self._prompt)
+        if all(end % group.block_tokens == 0 for _, group in self.groups):
+            return False  # the prefix law sees it all
+        for g, keyed in self.seen(end).items():
+            is_state = isinstance(dict(self.groups)[g].retention, State)
+            if into is not None and not is_state and not np.isin(keyed.index, into[g].index).all():
+                return False
+            if not contains(g, keyed.keys).all():
+                return False
+        return True
 
 
 def tokenwise_groups(layout: Layout) -> list[tuple[int, Group]]:

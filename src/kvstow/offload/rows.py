@@ -10,16 +10,19 @@ from functools import cached_property
 from math import lcm
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstow.errors import RouteError, StoreError
-from kvstow.plan.layout import NULL_SLABS, Layout, Order, PlacedGroup, Placement, page_runs
+from kvstow.plan.layout import NULL_SLABS, Layout, Order, Page, PlacedGroup, moved, page_runs
 from kvstow.plan.pack import Site, row_shape
 from kvstow.plan.retention import Encoder, State
 from kvstow.plan.slab import slab_geometry
 from kvstow.plan.view import Ints, align_up
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
-from kvstow.route.route import Route, route
+from kvstow.route.route import Route, plan_route
+
+Bytes = npt.NDArray[np.uint8]
 
 ROW_ALIGN = 256
 
@@ -109,15 +112,13 @@ def check_same_rows(ours: Layout, tier: str, theirs: Layout) -> None:
             )
 
 
-def _relative(rows: PlacedGroup) -> tuple[Placement, ...]:
+def _relative(rows: PlacedGroup) -> tuple[Page, ...]:
     """Where the pages are from the start of the row, whatever the distance between rows."""
-    start = min(place.offset for place in rows.placements)
-    return tuple(
-        replace(place, offset=place.offset - start, block_stride=0) for place in rows.placements
-    )
+    start = min(page[0].offset for page in rows.placements)
+    return tuple(moved(page, -start, 0) for page in rows.placements)
 
 
-def _placed(layout: Layout, group: int) -> tuple[Placement, ...]:
+def _placed(layout: Layout, group: int) -> tuple[Page, ...]:
     rows = layout.groups[group]
     if len(layout.footprints[group].strips) == 1:
         return _relative(rows)
@@ -133,15 +134,13 @@ def _step(rows: PlacedGroup) -> int:
 def _extent(rows: PlacedGroup) -> int:
     """Bytes from the start of block 0's first page to the end of its last."""
     return max(
-        max(place.offset + layer.page_bytes, *(run.end for run in page_runs(layer, place)))
-        for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+        max(page[0].offset + layer.page_bytes, *(run.end for run in page_runs(layer, page)))
+        for layer, page in zip(rows.group.layers, rows.placements, strict=True)
     )
 
 
 def _strided(rows: PlacedGroup, stride: int) -> PlacedGroup:
-    return replace(
-        rows, placements=tuple(replace(place, block_stride=stride) for place in rows.placements)
-    )
+    return replace(rows, placements=tuple(moved(page, 0, stride) for page in rows.placements))
 
 
 class RowMapping:
@@ -154,7 +153,7 @@ class RowMapping:
         self._routes: tuple[Route, Route] | None = None
         if not self.same:
             one, other = only(here, group), only(there, there_group)
-            self._routes = route(one, other), route(other, one)
+            self._routes = plan_route(one, other), plan_route(other, one)
 
     def out(self, ids: Ints, there_ids: Ints) -> Copies:
         """The copies that bring blocks `ids` to the rows `there_ids`."""
@@ -209,6 +208,12 @@ def starts(layout: Layout, group: int, ids: Ints) -> Ints:
     return strip.offset + ids * strip.stride
 
 
+def views(memory: Bytes, layout: Layout, group: int, ids: Ints) -> list[Bytes]:
+    """The bytes of rows in memory that the layout shapes, in place."""
+    nbytes = layout.row_bytes(group)
+    return [memory[at : at + nbytes] for at in starts(layout, group, ids).tolist()]
+
+
 def matching_group(ours: Layout, group: int, theirs: Layout) -> int:
     """The group of `theirs` that has the same layers and tokens per block as ours.
 
@@ -222,25 +227,25 @@ def matching_group(ours: Layout, group: int, theirs: Layout) -> int:
         if rows.group.block_tokens != mine.block_tokens:
             raise StoreError(
                 f"group {mine.name!r} has {mine.block_tokens} tokens per block, the store "
-                f"{rows.group.block_tokens}\n\nhint: load whole requests (load_request), or "
+                f"{rows.group.block_tokens}\n\nhint: "
                 "convert the store (kvstow store convert)"
             )
         if rows.group.layers != mine.layers:
             raise StoreError(
                 f"group {mine.name!r} holds another part of its layers than the store does\n\n"
-                "hint: load whole requests from the stores of all ranks (load_request)"
+                "hint: convert the stores of all ranks into one (kvstow store convert)"
             )
         return g
     raise StoreError(
         f"no group of the store has the {len(names)} layers of group {mine.name!r}\n\n"
-        "hint: load whole requests (load_request), or convert the store (kvstow store convert)"
+        "hint: convert the store (kvstow store convert)"
     )
 
 
 def check_joinable(ours: Layout, theirs: Layout) -> None:
     """Refuses layouts that no route can join, with every difference."""
     try:
-        route(theirs, ours)
+        plan_route(theirs, ours)
     except RouteError as error:
         raise StoreError(
             f"the store holds rows of another model or element type:\n{error}\n\n"

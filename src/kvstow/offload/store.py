@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from math import lcm
 from pathlib import Path
 from threading import RLock
@@ -24,25 +23,19 @@ from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
-from kvstow.offload.arenas import ArenaRows
+from kvstow.offload.copies.movers import Movers
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.eviction.policies import PolicyName
-from kvstow.offload.heartbeat import Heartbeat, watch_tiers
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.journal import Journal, JournalKind
-from kvstow.offload.keys import block_keys, keys_at, links, tokenwise_groups, wanted
-from kvstow.offload.prefixes import check_blocks, check_listed, last_row, longest_prefix
-from kvstow.offload.remote.tier import RemoteTier, loadable
+from kvstow.offload.keys import Keyed, PromptRows, links, tokenwise_groups
+from kvstow.offload.metrics import watch_tiers
+from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.remote.url import parse
 from kvstow.offload.rows import check_joinable, matching_group
-from kvstow.offload.tier import (
-    Bools,
-    Tier,
-    held_by_any,
-    known_identity,
-)
+from kvstow.offload.tier import Bools, Tier, TierChain, held_by_any, known_identity
 from kvstow.offload.why import WhyEnded, why_ended
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
@@ -55,6 +48,7 @@ log = logging.getLogger("kvstow.offload")
 FLUSH_SECONDS = 60.0
 
 _NO_BLOCKS: Mapping[int, Blocks] = {}
+_NONE = Blocks.first([])
 
 
 class Store:
@@ -67,9 +61,9 @@ class Store:
     all ranks and machines, whatever their layout. Stored prompts are noted for `kvstow why` in the
     directory `journal_path`, or on `disk`; without either, nothing is noted.
 
-    Threads may use it at once, and take turns where it has no host memory; several stores may
-    share a directory, in one process or in many. A process that was forked after the store was
-    opened must open its own.
+    Rows travel by way of host memory: without `host`, through a window of 64 MiB per arena.
+    Threads may use it at once; several stores may share a directory, in one process or in many. A
+    process that was forked after the store was opened must open its own.
     """
 
     def __init__(
@@ -94,13 +88,16 @@ class Store:
         if journal not in get_args(JournalKind):
             known = ", ".join(get_args(JournalKind))
             raise StoreError(f"journal={journal!r} is none of {known}")
+        if policy not in get_args(PolicyName):
+            known = ", ".join(get_args(PolicyName))
+            raise StoreError(f"no eviction policy {policy!r}\n\nhint: one of {known}")
         self._host_bytes = None if host is None else parse_size(host)
         self._disk_bytes = None if disk_bytes is None else parse_size(disk_bytes)
         self._path = None if disk is None else _directory(disk)
         self._url = remote
         if remote is not None:
             parse(remote)
-        self._wanted_identity = identity
+        self._given_identity = identity
         self._policy: PolicyName = policy
         self._files = files
         self.journal: Journal | None = None
@@ -111,9 +108,8 @@ class Store:
         self.host: HostTier | None = None
         self.disk: DiskTier | None = None
         self.remote: RemoteTier | None = None
-        self._identity: Identity | None = None
-        self._rows: ArenaRows | None = None
-        self._heartbeat: Heartbeat | None = None
+        self._tiers: tuple[Tier, ...] = ()
+        self._movers: Movers | None = None
         self._is_closed = False
         self._opener = os.getpid()
 
@@ -133,9 +129,7 @@ class Store:
         another one of the same computation is joined to it by a route, anything else is refused.
         """
         store = cls(disk=path, disk_bytes=capacity, policy=policy, files=files)
-        store._use(
-            DiskTier(path, layout, capacity=store._disk_bytes, policy=policy, files=files), layout
-        )
+        store._use(DiskTier(path, layout, capacity=store._disk_bytes, files=files), layout)
         return store
 
     # ── binding ───────────────────────────────────────────────────────────────────
@@ -147,9 +141,9 @@ class Store:
         rows of another one. Binding again checks that the layouts can be joined.
         """
         with self._lock:
-            known = known_identity(layout, identity or self._wanted_identity, "a store")
-            layout = layout.identified(known)
-            if self._identity is not None:
+            makes = known_identity(layout, identity or self._given_identity, "a store")
+            layout = layout.identified(makes)
+            if self._movers is not None or self._is_closed:
                 check_joinable(layout, self.layout)
                 return self
             disk = None
@@ -158,7 +152,6 @@ class Store:
                     _folder(self._path, layout),
                     layout,
                     capacity=self._disk_bytes,
-                    policy=self._policy,
                     files=self._files,
                 )
             self._use(disk, layout)
@@ -180,11 +173,10 @@ class Store:
                     tier.close()
             self.remote = None
             raise
-        if disk is not None:
-            self._heartbeat = Heartbeat(disk, (self.host, self.remote))
         self.disk = disk
-        self._rows = ArenaRows(self.host, disk, self.remote)
-        self._identity = rows.identity
+        lower: list[Tier] = [tier for tier in (disk, self.remote) if tier is not None]
+        self._tiers = tuple([self.host, *lower] if self.host is not None else lower)
+        self._movers = Movers(self.host, TierChain(lower) if lower else None)
 
     @property
     def layout(self) -> Layout:
@@ -199,29 +191,25 @@ class Store:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers, the fastest first."""
-        tiers: tuple[Tier | None, ...] = (self.host, self.disk, self.remote)
-        present = tuple(tier for tier in tiers if tier is not None)
         if self._is_closed:
             raise StoreError("the store is closed")
-        if not present:
+        if not self._tiers:
             raise StoreError("the store has no layout yet\n\nhint: store.bind(arena.layout)")
-        return present
+        return self._tiers
 
-    @property
-    def _arena_rows(self) -> ArenaRows:
-        """What moves rows; StoreError before the store is bound, and when it is closed."""
+    def _movers_of(self, arena: Arena) -> Movers:
+        """What moves rows of an arena that can be joined to the store, which is checked once."""
+        movers = self._movers
+        if movers is None or arena not in movers:
+            self.bind(arena.layout)
+            movers = self._movers
         _ = self.tiers
-        assert self._rows is not None
-        return self._rows
+        assert movers is not None
+        return movers
 
     def watch(self, telemetry: Telemetry) -> None:
         """Show the numbers of all tiers in a telemetry; StoreError before the store is bound."""
         watch_tiers(telemetry, self.tiers)
-
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        """What was lost when the store was opened, in words."""
-        return () if self.disk is None else tuple(str(drop) for drop in self.disk.dropped)
 
     # ── prefixes ──────────────────────────────────────────────────────────────────
 
@@ -241,27 +229,27 @@ class Store:
         is its state after the whole prompt. `identity` is for a request with an adapter or salt
         of its own (`store.identity.for_request`). Nobody may write to the blocks meanwhile.
         """
-        self.bind(arena.layout, self._wanted_identity)
-        check_blocks(blocks)
-        known = identity or self.identity
+        movers = self._movers_of(arena)
+        _check_blocks(blocks)
+        makes = identity or self.identity
+        rows = PromptRows(arena.layout, makes, prompt)
         count = 0
-        for g, group in tokenwise_groups(arena.layout):
-            whole = block_keys(known, prompt, group.block_tokens)
-            running = blocks[g].whole if g in blocks else None  # nobody is given what lacks tokens
-            listed = checkpoints.get(g) if isinstance(group.retention, State) else running
-            if listed is not None:
-                listed = listed.whole
-                at = listed.index < len(whole)
-                numbers: list[int] = listed.index[at].tolist()
-                chain = links(whole)
-                keys: list[bytes] = [whole[k] for k in numbers]
-                where: list[ChainLink] = [chain[k] for k in numbers]
-                count += int(self.save_rows(arena, g, listed.ids[at], keys, where).sum())
-            last = last_row(running, group.retention, len(prompt), group.block_tokens)
+        for g, group in rows.groups:
+            running = blocks[g].whole if g in blocks else _NONE  # nobody is given what has gaps
+            whole, rest = divmod(len(prompt), group.block_tokens)
+            listed, last = running, running.ids[(running.index == whole) & (rest > 0)]
+            if isinstance(group.retention, State):
+                listed, last = checkpoints.get(g, _NONE).whole, running.ids[: len(prompt) > 0]
+            keys = rows.keys(group.block_tokens)
+            at = listed.index < len(keys)
+            numbers: list[int] = listed.index[at].tolist()
+            chain = links(keys)
+            named, where = [keys[k] for k in numbers], [chain[k] for k in numbers]
             if len(last):
-                end = keys_at(known, prompt, [len(prompt)])
-                count += int(self.save_rows(arena, g, last, end).sum())
-        self.note(prompt, known)
+                named, where = [*named, rows.key_at(len(prompt))], [*where, ChainLink()]
+            ids = np.append(listed.ids[at], last)
+            count += int(movers.save(arena, g, ids, named, where).sum())
+        self.note(prompt, makes)
         return count
 
     def note(self, prompt: Prompt, identity: Identity | None = None) -> None:
@@ -271,9 +259,9 @@ class Store:
 
     def why(self, prompt: Prompt, identity: Identity | None = None) -> WhyEnded:
         """Where reuse of a prompt would end now, and why."""
-        known = identity or self.identity
-        found = self.stored_tokens(prompt, identity=known)
-        return why_ended(self.journal, prompt, known, found, self._unit)
+        makes = identity or self.identity
+        num_tokens = self.stored_tokens(prompt, identity=makes)
+        return why_ended(self.journal, prompt, makes, num_tokens, self._unit)
 
     @property
     def _unit(self) -> int:
@@ -287,9 +275,10 @@ class Store:
 
         An engine that needs the next token's logits asks for at most `len(prompt) - 1`.
         """
-        known = identity or self.identity
-        self.expect(prompt, known)
-        return self._longest(self.layout, known, prompt, most)
+        makes = identity or self.identity
+        self.expect(prompt, makes)
+        rows = PromptRows(self.layout, makes, prompt)
+        return rows.longest(len(prompt) if most is None else most, self.contains)
 
     def expect(self, prompt: Prompt, identity: Identity | None = None) -> None:
         """Rows of this prompt will be asked for by key. `stored_tokens` and `load` say so by
@@ -311,20 +300,28 @@ class Store:
         Every block that a token behind it sees must be among `into`, so ask `stored_tokens`
         first and admit as many. 0 where nothing fits; the blocks' bytes are unspecified then.
         """
-        self.bind(arena.layout, self._wanted_identity)
-        check_listed(arena.layout, into)
-        known = identity or self.identity
-        self.expect(prompt, known)
-        limit = most
+        movers = self._movers_of(arena)
+        _check_blocks(into)
+        makes = identity or self.identity
+        rows = PromptRows(arena.layout, makes, prompt)
+        missing = [group.name for g, group in rows.groups if g not in into]
+        if missing:
+            raise StoreError(
+                f"no blocks are listed for {len(missing)} of {len(arena.layout.groups)} groups: "
+                f"{', '.join(missing)}\n\nhint: into=ledger.blocks(request)"
+            )
+        there = {g: matching_group(arena.layout, g, self.layout) for g, _ in rows.groups}
+        self.expect(prompt, makes)
+        limit = len(prompt) if most is None else most
         for _ in range(3):  # rows may go while they are looked for
-            length = self._longest(arena.layout, known, prompt, limit, into)
-            self._say_why(prompt, known)
-            if not length or self._loaded(arena, known, prompt, length, into):
+            length = rows.longest(limit, lambda g, keys: self.contains(there[g], keys), into)
+            self._log_why(prompt, makes)
+            if not length or self._has_loaded(movers, arena, rows.seen(length), into):
                 return length
             limit = length - 1
         return 0
 
-    def _say_why(self, prompt: Prompt, identity: Identity) -> None:
+    def _log_why(self, prompt: Prompt, identity: Identity) -> None:
         """Log where reuse ends, for those who want to know; a broken journal stops nobody."""
         if log.isEnabledFor(logging.DEBUG):
             try:
@@ -333,46 +330,28 @@ class Store:
                 text = str(error)
             log.debug("prompt of %d tokens: %s", len(prompt), text)
 
-    def _longest(
+    def _has_loaded(
         self,
-        layout: Layout,
-        identity: Identity,
-        prompt: Prompt,
-        most: int | None,
-        into: Mapping[int, Blocks] | None = None,
-    ) -> int:
-        return longest_prefix(layout, identity, prompt, partial(self._present, layout), most, into)
-
-    def _loaded(
-        self,
+        movers: Movers,
         arena: Arena,
-        identity: Identity,
-        prompt: Prompt,
-        length: int,
+        seen: Mapping[int, Keyed],
         into: Mapping[int, Blocks],
     ) -> bool:
-        """Bring the rows that a token at `length` sees; whether all of them came."""
-        for g, keyed in wanted(identity, prompt, arena.layout, length).items():
+        """Bring these rows; whether all of them came."""
+        for g, keyed in seen.items():
             if isinstance(arena.layout.groups[g].group.retention, State):
                 ids = into[g].ids[: len(keyed.keys)]
             else:
                 ids = into[g].ids[np.searchsorted(into[g].index, keyed.index)]
-            if not self.load_rows(arena, g, keyed.keys, ids).all():
+            if not movers.load(arena, g, keyed.keys, ids).all():
                 return False
         return True
-
-    def _present(self, layout: Layout, group: int, keys: Sequence[bytes]) -> Bools:
-        return self.loadable(matching_group(layout, group, self.layout), keys)
 
     # ── rows ──────────────────────────────────────────────────────────────────────
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
         """Which rows of a group of the store's layout are there."""
         return held_by_any(self.tiers, group, keys)
-
-    def loadable(self, group: int, keys: Sequence[bytes]) -> Bools:
-        """Which of these rows are there and take less time to load than to compute."""
-        return loadable(self.tiers, group, keys)
 
     def save_rows(
         self,
@@ -384,11 +363,11 @@ class Store:
     ) -> Bools:
         """Keep blocks of an arena; which of them are there now.
 
-        With host memory, the disk gets them in the background (`flush`). `links` say where the
+        With a host tier, the disk gets them in the background (`flush`). `links` say where the
         blocks stand in their sequences, for `kvstow store convert`. Nobody may write to them
         meanwhile. Raises StoreError, naming the blocks, when the medium fails.
         """
-        return self._arena_rows.save(arena, group, ids, keys, links)
+        return self._movers_of(arena).save(arena, group, ids, keys, links)
 
     def load_rows(
         self, arena: Arena, group: int, keys: Sequence[bytes], ids: npt.ArrayLike
@@ -397,14 +376,14 @@ class Store:
 
         The bytes of the other blocks are unspecified.
         """
-        return self._arena_rows.load(arena, group, keys, ids)
+        return self._movers_of(arena).load(arena, group, keys, ids)
 
     # ── the end ───────────────────────────────────────────────────────────────────
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Whether everything that was saved has gone on to the tiers below host memory, or was
         dropped, within so many seconds."""
-        drained = self._rows is None or self._rows.flush(timeout)
+        drained = self._movers is None or self._movers.flush(timeout)
         return (self.remote is None or self.remote.flush(timeout)) and drained
 
     def close(self) -> None:
@@ -414,13 +393,13 @@ class Store:
         """
         if os.getpid() != self._opener:
             return
-        used = (self.journal, self.remote, self.disk, self.host, self._heartbeat, self._rows)
+        used = (self.journal, self.remote, self.disk, self.host, self._movers)
         with ExitStack() as closing:  # the last first, and all of them whatever fails
             for each in used:
                 if each is not None:
                     closing.callback(each.close)
             self.flush()
-            self.host = self.disk = self.remote = self._rows = None
+            self.host = self.disk = self.remote = self._movers = None
             self._is_closed = True
 
     def __enter__(self) -> Self:
@@ -443,3 +422,12 @@ def _folder(path: Path, layout: Layout) -> Path:
     if layout.tp[1] == layout.pp[1] == 1:
         return path
     return path / f"tp{layout.tp[0]}of{layout.tp[1]}-pp{layout.pp[0]}of{layout.pp[1]}"
+
+
+def _check_blocks(blocks: Mapping[int, Blocks]) -> None:
+    """Refuses what is not blocks by group, such as the number of a request."""
+    if not isinstance(blocks, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StoreError(
+            f"blocks are listed by group, not as {type(blocks).__name__}\n\n"
+            "hint: ledger.blocks(request)"
+        )

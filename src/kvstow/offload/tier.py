@@ -9,7 +9,7 @@ keep a row; it promises never to return another one.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import compress
 from operator import add, attrgetter
@@ -33,6 +33,9 @@ _T = TypeVar("_T")
 
 Bools = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
+
+Reasons = Mapping[str, Mapping[str, float]]
+"""Numbers of rows by reason, under the keys of `metrics.TIER_REASONS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,5 +295,5 @@ def held_by_any(tiers: Sequence[Tier], group: int, keys: Sequence[bytes]) -> Boo
 
 
 def facts(tier: Tier) -> dict[str, float]:
-    """Counts and usage of a tier by name, as `observe.TierMetrics.watch` wants them."""
+    """Counts and usage of a tier by name, as `TierMetrics.watch` takes them."""
     return {**asdict(tier.counts), **asdict(tier.usage)}

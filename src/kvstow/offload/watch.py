@@ -17,6 +17,7 @@ from itertools import count, islice
 
 from kvstow.errors import StoreError
 from kvstow.offload.tier import Tier
+from kvstow.threads import guarded_thread
 
 log = logging.getLogger("kvstow.offload")
 
@@ -83,6 +84,8 @@ class TierWatch:
         self._changes: deque[TierChange] = deque()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self.broken: BaseException | None = None
+        """What ended the thread that looks."""
 
     def note(self, group: int, keys: Iterable[bytes]) -> None:
         """These rows may be in some tier, now or soon."""
@@ -157,12 +160,16 @@ class TierWatch:
 
     def start(self) -> None:
         """Turn in a thread, a few times a second."""
-        self._thread = threading.Thread(target=self._run, name="kvstow-watch", daemon=True)
+        self._thread = guarded_thread("kvstow-watch", self._run, on_broken=self._break)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._closing.wait(TURN_SECONDS):
             self.turn()
+
+    def _break(self, cause: BaseException) -> None:
+        """Nobody looks any more: what is not looked at is not told."""
+        self.broken = cause
 
     def close(self) -> None:
         """Stop the thread, if there is one; before the tiers are closed."""

@@ -1,12 +1,13 @@
 """Why a prompt's beginning is found in a store, and not more of it."""
 
+import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from kvstow.blocks.prompt import Prompt
 from kvstow.offload.journal import Journal, RecordedPrompt
-from kvstow.plan.identity import Identity
+from kvstow.plan.identity import Identity, shown
 
 Reason = Literal[
     "found", "short", "differs", "salt", "adapter", "identity", "evicted", "never stored", "unknown"
@@ -19,7 +20,8 @@ class WhyEnded:
 
     Tokens `[0, found_tokens)` of `num_tokens` can be loaded. `token` is the first that differs
     from a stored prompt; where only digests of blocks are known it lies in
-    `[token, token_before)`. `differences` name a field and both values, the stored one first.
+    `[token, token_before)`. `differences` name a field and both values, the stored one first,
+    None where it is absent. `note` says what could not be compared.
     """
 
     num_tokens: int
@@ -30,16 +32,52 @@ class WhyEnded:
     token_before: int | None = None
     stored_token: int | None = None
     asked_token: int | None = None
-    differences: tuple[tuple[str, str, str], ...] = ()
+    differences: tuple[tuple[str, str | None, str | None], ...] = ()
     stored_at: float | None = None
+    note: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        found["differences"] = [
-            {"field": name, "stored": stored, "asked": asked}
-            for name, stored, asked in self.differences
-        ]
-        return found
+        names = ("field", "stored", "asked")
+        differences = [dict(zip(names, each, strict=True)) for each in self.differences]
+        return asdict(self) | {"differences": differences}
+
+    def __str__(self) -> str:
+        lines = (
+            f"{self.found_tokens:,} of {self.num_tokens:,} tokens are found: {self.reason}",
+            self.text,
+            self.note,
+        )
+        return "\n".join(filter(None, lines))
+
+
+def compared_identity(stored: Identity, checkpoint: Identity) -> tuple[Identity, str]:
+    """The identity to look for in a store on behalf of a checkpoint, and what was not compared.
+
+    What a checkpoint does not say is taken to be as in the store: how an engine runs the model
+    (`run.…`), and most of what a model in memory says of itself.
+    """
+    ours = dict(checkpoint.config)
+    if stored.is_of_files:
+        run = {name: value for name, value in stored.config if name.startswith("run.")}
+        return replace(checkpoint, config=tuple(sorted((ours | run).items()))), ""
+    both = {name: value for name, value in stored.config if name in ours}
+    unlike = {name: ours[name] for name, value in both.items() if not _equal(value, ours[name])}
+    what = "a model in memory filled this store"
+    if not stored.is_verified:
+        what = f"nobody looked at the weights of this store ({stored.unverified_because})"
+    note = (
+        f"{what}: its weights, code and tokenizer cannot be compared with files, and are taken to "
+        f"be the same; {len(both)} fields of the configuration were compared"
+    )
+    return replace(stored, config=tuple(sorted((dict(stored.config) | unlike).items()))), note
+
+
+def _equal(one: str, other: str) -> bool:
+    """Whether two fields say the same: a library may have made 1e4 of 10000."""
+    try:
+        return one == other or json.loads(one) == json.loads(other)
+    except ValueError:
+        return False
 
 
 def why_ended(
@@ -88,18 +126,21 @@ class _About:
 
     def another(self, other: RecordedPrompt) -> WhyEnded:
         """The tokens were stored, under another adapter, salt or computation."""
-        mine, theirs = self.identity.fields, other.fields
-        both = {n: (theirs.get(n, ""), mine.get(n, "")) for n in (*theirs, *mine)}
-        differences = tuple((n, *values) for n, values in both.items() if len(set(values)) > 1)
-        names = [name for name, _, _ in differences]
+        ours, stored = self.identity.fields, other.fields
+        differences = tuple(
+            (name, stored.get(name), ours.get(name))
+            for name in stored | ours
+            if stored.get(name) != ours.get(name)
+        )
+        names = {name for name, _, _ in differences}
         reason: Reason = "identity"
-        if names == ["salt"]:
+        if names == {"salt"}:
             reason = "salt"
-        elif set(names) <= {"adapter", "salt"}:
+        elif names <= {"adapter", "salt"}:
             reason = "adapter"
         words = "; ".join(
-            f"{name} is {stored or 'not set'!r} there, {asked or 'not set'!r} here"
-            for name, stored, asked in differences
+            f"{name} is {shown(there)} there, {shown(here)} here"
+            for name, there, here in differences
         )
         text = f"{other.shared_tokens} of these tokens were stored {_ago(other.at)}, but {words}"
         return self.said(reason, text, differences=differences, stored_at=other.at)

@@ -3,7 +3,7 @@
 In the order in which they are read:
 
     view        strided bytes: Axis, View, Run
-    retention   what the next token sees: Full, Window, Chunk, Sink, State, Encoder
+    retention   what the next token sees: Full, Window, Chunk, State, Encoder
     spec        what a layer keeps: DType, Extent, Field, LayerSpec
     group       layers that share one block table
     layout      where every byte lies; a layout that breaks a law cannot be built
@@ -13,22 +13,20 @@ In the order in which they are read:
     alignment   what kernels, NICs and files ask of offsets and strides
     pack        groups and a budget → layout: packed, union, separate
     models      config.json or catalogue name → the layers of one rank
-    deployment  plan_model: model × tp × pp × dtype × packing → layouts of all ranks
     identity    which computation made the bytes
-    checkpoint  digests of the files that a model is made of
-    code        modelling code, as digests of its files
+    checkpoint  what decides a checkpoint's computation: configuration, code, tokenizer
+    weight_files  which weights an engine loads, and a digest that covers every tensor
     manifest    a layout as a document, and its fingerprint
-    sizing      what requests cost, how many fit on GPUs, the figures that are shown
+    sizing      plan_model: all ranks of a model; what requests cost, how many fit on GPUs
 
-`plan_model` and `Plan` are in `deployment`, `encode`, `decode` and `fingerprint` in
+`plan_model` and `Plan` are in `sizing.plan`, `encode`, `decode` and `fingerprint` in
 `manifest`: they load more than the rest needs.
 """
 
-from kvstow.plan.alignment import Alignment, Demand
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
-from kvstow.plan.pack import Packing, Site, packed, packed_as, separate, union
-from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.pack import Alignment, Demand, Packing, Site, packed, packed_as, separate, union
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 from kvstow.plan.sizing.capacity import max_requests, max_tokens, request_bytes
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.plan.view import Axis, Ints, Run, View
@@ -55,7 +53,6 @@ __all__ = [
     "Placement",
     "Retention",
     "Run",
-    "Sink",
     "Site",
     "State",
     "View",

@@ -1,9 +1,6 @@
-"""A checkpoint on disk: its configuration, and cheap digests of its weights, tokenizer and code.
+"""What decides a checkpoint's computation beside its weights: configuration, code, tokenizer.
 
-Weights are not read whole: a digest covers every file's size, every safetensors header, samples
-of every tensor, and embeddings whole, of which a tuned model may change just a few tokens: a few
-GB of 100. It is kept beside the weights (`.kvstow-weights.json`) under their sizes and times,
-where that can be written.
+Files count by their names and bytes, never by where or since when they lie.
 """
 
 import json
@@ -11,68 +8,45 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, cast
-
-import msgspec
+from typing import Any, cast
 
 from kvstow.errors import ModelError
-from kvstow.plan.code import checkpoint_code
+from kvstow.plan.weight_files import small_file, weights_digest
 
-CACHE_NAME = ".kvstow-weights.json"
-WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
+SETTINGS = (
+    "params.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "adapter_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files beside `config.json` that decide what is computed: quantisation, Mistral's configuration,
+how images become numbers."""
+
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "vocab.json",
     "vocab.txt",
+    "vocab.bpe",
     "merges.txt",
-    "added_tokens.json",
+    "normalizer.json",
     "tekken.json",
+    "*.tiktoken",
+    "*.tiktoken.model",
+    "*.bpe.model",
+    "spiece.model",
 )
 
-MAX_CONFIG_BYTES = 16 << 20
-MAX_HEADER_BYTES = 100 << 20
-MAX_SAMPLES = 8192
-SAMPLE_BYTES = 256
-SAMPLES_PER_FILE = 256
-EMBEDDINGS = re.compile(r"(^|[._])(wte|tok_embeddings|embed\w*)\.")
-"""Tensors with a row per token. Whoever adds or repairs tokens changes these rows only."""
-CHUNK_BYTES = 8 << 20
-_DIGEST_VERSION = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """What identifies a checkpoint: name, configuration, digests in hexadecimal."""
-
-    name: str
-    config: Mapping[str, Any]
-    weights: str
-    tokenizer: str
-    code: Mapping[str, str]
-    """Digests of the checkpoint's own modelling code by file."""
-
-
-class _Cached(msgspec.Struct, frozen=True):
-    version: int
-    files: dict[str, tuple[int, int, int]]
-    """Size, time of change, and the time of the inode's change, which nobody can set."""
-    weights: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-
-
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read what identifies the checkpoint in a folder. Raises ModelError where it is not one."""
-    config = _config(folder)
-    return Checkpoint(
-        name=checkpoint_name(folder),
-        config=config,
-        weights=_weights(folder),
-        tokenizer=_tokenizer(folder),
-        code=checkpoint_code(folder, config),
-    )
+MAX_CODE_FILES = 1024
 
 
 def checkpoint_name(folder: Path) -> str:
@@ -84,21 +58,16 @@ def checkpoint_name(folder: Path) -> str:
     return folder.absolute().name
 
 
-def adapter_digest(adapter: str | Path) -> str:
-    """Name and digest of a LoRA in a folder; a name that is no folder stands for itself."""
-    folder = Path(adapter)
-    if not str(adapter) or not folder.is_dir():
-        return str(adapter)
-    state = blake2b(_weights(folder).encode(), digest_size=16)
-    with suppress(FileNotFoundError):
-        state.update((folder / "adapter_config.json").read_bytes())
-    return f"{folder.absolute().name}:{state.hexdigest()}"
+def checkpoint_config(folder: Path) -> Mapping[str, Any]:
+    """The fields of `config.json`; none where Mistral's `params.json` stands in its place.
 
-
-def _config(folder: Path) -> Mapping[str, Any]:
+    Raises ModelError where neither can be read.
+    """
     path = folder / "config.json"
+    if not path.exists() and (folder / "params.json").is_file():
+        return {}
     try:
-        config: Any = json.loads(_small_file(path))
+        config: Any = json.loads(small_file(path))
     except (OSError, ValueError, RecursionError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ModelError(
@@ -110,119 +79,98 @@ def _config(folder: Path) -> Mapping[str, Any]:
     return cast("dict[str, Any]", config)
 
 
-def _small_file(path: Path) -> bytes:
-    """What an ordinary file of bounded length holds. Raises OSError for anything else."""
-    if path.exists() and not path.is_file():
-        raise OSError("it is no ordinary file")
-    with path.open("rb") as file:
-        data = file.read(MAX_CONFIG_BYTES + 1)
-    if len(data) > MAX_CONFIG_BYTES:
-        raise OSError(f"more than {MAX_CONFIG_BYTES} bytes")
+def deciding_files(
+    folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool
+) -> dict[str, str]:
+    """Digests of the files that decide what is computed, by name, without weights and tokenizer.
+
+    With any `auto_map` in the configuration, at any depth, each Python file below the folder is
+    one of them: which it imports nobody can tell. Code in another repository
+    (`org/name--module.Class`) stands as that name.
+    """
+    paths = [path for name in SETTINGS if (path := folder / name).is_file()]
+    digests = {path.name: _file_digest(path) for path in paths}
+    maps = [*_auto_maps(config)] if trust_remote_code else []
+    if maps:
+        digests |= code_digests(folder)
+        digests |= {text: "elsewhere" for each in maps for text in _texts(each) if "--" in text}
+    return digests
+
+
+def code_digests(folder: Path) -> dict[str, str]:
+    """A digest of each Python file below a folder, by its path there."""
+    digests: dict[str, str] = {}
+    for where, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths = [Path(where, name) for name in sorted(names) if name.endswith(".py")]
+        digests |= {path.relative_to(folder).as_posix(): _file_digest(path) for path in paths}
+        if len(digests) > MAX_CODE_FILES:
+            raise ModelError(
+                f"{folder}: more than {MAX_CODE_FILES} Python files below it\n\n"
+                "hint: the model's own code counts by all of them; keep nothing else there"
+            )
+    return digests
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """A digest of the tokenizer's files; empty where there are none.
+
+    How a chat becomes text is not among them: prompts are compared as token ids.
+    """
+    state = blake2b(digest_size=16)
+    paths = sorted({path for name in TOKENIZERS for path in folder.glob(name) if path.is_file()})
+    for path in paths:
+        data = path.read_bytes()
+        if path.name == "tokenizer_config.json":
+            data = _without_chat(data)
+        state.update(f"{path.name}:{len(data)}:".encode() + data)
+    return state.hexdigest() if paths else ""
+
+
+def adapter_digest(adapter: str | Path) -> str:
+    """Name and digest of a LoRA in a folder; a name that is no folder stands for itself."""
+    folder = Path(adapter)
+    if not str(adapter) or not folder.is_dir():
+        return str(adapter)
+    state = blake2b(weights_digest(folder).encode(), digest_size=16)
+    with suppress(FileNotFoundError):
+        state.update((folder / "adapter_config.json").read_bytes())
+    return f"{folder.absolute().name}:{state.hexdigest()}"
+
+
+def _without_chat(data: bytes) -> bytes:
+    with suppress(ValueError, RecursionError):
+        fields: Any = json.loads(data)
+        if isinstance(fields, dict):
+            kept = {k: v for k, v in cast("dict[str, Any]", fields).items() if k != "chat_template"}
+            return json.dumps(kept, sort_keys=True).encode()
     return data
 
 
-def _tokenizer(folder: Path) -> str:
-    """A digest of the tokenizer's files; empty where there are none."""
-    state = blake2b(digest_size=16)
-    names = [name for name in TOKENIZERS if (folder / name).is_file()]
-    for name in names:
-        data = (folder / name).read_bytes()
-        state.update(f"{name}:{len(data)}:".encode() + data)
-    return state.hexdigest() if names else ""
+def _auto_maps(value: Any) -> Iterator[Any]:
+    """What stands under `auto_map` in a configuration and in all parts of it."""
+    if isinstance(value, Mapping):
+        for key, inner in cast("Mapping[str, Any]", value).items():
+            if key == "auto_map" and any(_texts(inner)):
+                yield inner
+            yield from _auto_maps(inner)
+    elif isinstance(value, list):
+        for inner in cast("list[Any]", value):
+            yield from _auto_maps(inner)
 
 
-def _weights(folder: Path) -> str:
-    """The digest of all weight files, from the cache where sizes and times are the same."""
-    by_format = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
-    files = next(filter(None, by_format), None)
-    if files is None:
-        raise ModelError(
-            f"{folder}: no weights ({', '.join(WEIGHTS)}) to identify the model by\n\n"
-            f"hint: name the folder that holds them, or use Identity.unverified('why')"
-        )
-    stats = {path.name: path.stat() for path in files}
-    stamps = {
-        name: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats.items()
-    }
-    cache = folder / CACHE_NAME
-    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        known = msgspec.json.decode(_small_file(cache), type=_Cached)
-        if known.version == _DIGEST_VERSION and known.files == stamps:
-            return known.weights
-    digest = _digest(files)
-    with suppress(OSError):  # a folder that cannot be written to is read again next time
-        fresh = cache.with_name(f"{CACHE_NAME}.{os.getpid()}")
-        fresh.write_bytes(msgspec.json.encode(_Cached(_DIGEST_VERSION, stamps, digest)))
-        fresh.replace(cache)
-    return digest
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*cast("Mapping[str, Any]", value).values()])
+    elif isinstance(value, list):
+        for each in cast("list[Any]", value):
+            yield from _texts(each)
 
 
-def _digest(files: list[Path]) -> str:
-    state = blake2b(digest_size=16)
-    per_file = MAX_SAMPLES // len(files) + 1
-    for path in files:
-        size = path.stat().st_size
-        state.update(f"{path.name}:{size}:".encode())
-        try:
-            with path.open("rb") as file:
-                tensors = path.suffix == ".safetensors"
-                places = _tensor_places(file, size, per_file) if tensors else _even_places(size)
-                for offset, nbytes in places:
-                    file.seek(offset)
-                    for taken in range(0, nbytes, CHUNK_BYTES):
-                        state.update(file.read(min(CHUNK_BYTES, nbytes - taken)))
-        except OSError as error:
-            raise ModelError(f"{path}: weights cannot be read: {error}") from None
-    return state.hexdigest()
-
-
-def _even_places(size: int) -> Iterator[tuple[int, int]]:
-    for i in range(SAMPLES_PER_FILE):
-        yield i * max(0, size - SAMPLE_BYTES) // (SAMPLES_PER_FILE - 1), SAMPLE_BYTES
-
-
-def _tensor_places(file: BinaryIO, size: int, most: int) -> Iterator[tuple[int, int]]:
-    """The header, embeddings, and so many samples of all other tensors, evenly chosen."""
-    header_bytes = int.from_bytes(file.read(8), "little")
-    if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
-        raise ModelError(f"{file.name}: a header of {header_bytes} bytes in a file of {size}")
-    start = 8 + header_bytes
+def _file_digest(path: Path) -> str:
     try:
-        header: Any = json.loads(file.read(header_bytes))
-        if not isinstance(header, dict):
-            raise ValueError("a list or a value, not tensors by name")
-        tensors = cast("dict[str, Any]", header)
-        spans = sorted(
-            (*_span(entry["data_offsets"], size - start), bool(EMBEDDINGS.search(name)))
-            for name, entry in tensors.items()
-            if name != "__metadata__"
-        )
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ModelError(f"{file.name}: its header cannot be read: {error!r}") from None
-    yield 0, start
-    embeddings = [(lo, hi) for lo, hi, whole in spans if whole]
-    sampled = [(lo, hi) for lo, hi, whole in spans if not whole]
-    if sum(hi - lo for lo, hi in embeddings) > size:  # only where tensors overlap
-        embeddings, sampled = [], embeddings + sampled
-    yield from ((start + lo, hi - lo) for lo, hi in embeddings)
-    each = max(1, most // max(1, len(sampled)))
-    for lo, hi in sampled[:: max(1, -(-len(sampled) // most))]:
-        yield from _samples(start + lo, hi - lo, each)
-
-
-def _samples(start: int, nbytes: int, count: int) -> Iterator[tuple[int, int]]:
-    """The middles of `count` equal parts of a tensor, or all of it."""
-    if nbytes <= count * SAMPLE_BYTES:
-        yield start, nbytes
-        return
-    for i in range(count):
-        middle = (2 * i + 1) * nbytes // (2 * count)
-        yield start + middle - SAMPLE_BYTES // 2, SAMPLE_BYTES
-
-
-def _span(offsets: list[Any], most: int) -> tuple[int, int]:
-    """Where a tensor's bytes lie behind the header."""
-    lo, hi = offsets
-    if type(lo) is not int or type(hi) is not int or not 0 <= lo <= hi <= most:
-        raise ValueError(f"a tensor at {offsets!r:.80}, {most} bytes are there")
-    return lo, hi
+        return blake2b(small_file(path), digest_size=16).hexdigest()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None

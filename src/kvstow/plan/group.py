@@ -17,6 +17,7 @@ from kvstow.plan.retention import (
 )
 from kvstow.plan.slab import MAX_SLAB_BYTES
 from kvstow.plan.spec import LayerSpec
+from kvstow.plan.view import ceil_div
 
 LONG_ROW_BYTES = 32 << 20
 """A recurrent group with a longer row becomes several groups."""
@@ -120,11 +121,11 @@ def short_rows(group: Group) -> tuple[Group, ...]:
     if not isinstance(group.retention, State) or group.page_bytes <= LONG_ROW_BYTES:
         return (group,)
     num_layers = len(group.layers)
-    fewest = -(-group.page_bytes // LONG_ROW_BYTES)
+    fewest = ceil_div(group.page_bytes, LONG_ROW_BYTES)
     for parts in range(fewest, min(4 * fewest, num_layers) + 1):
         if num_layers % parts == 0:
             return split(group, parts)
-    return split(group, min(num_layers, -(-group.page_bytes // MAX_SLAB_BYTES)))
+    return split(group, min(num_layers, ceil_div(group.page_bytes, MAX_SLAB_BYTES)))
 
 
 def equal_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -135,8 +136,8 @@ def equal_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
 
     def parts(group: Group) -> int:
         if isinstance(group.retention, State):
-            return -(-len(group.layers) // len(unit.layers))
-        return min(len(group.layers), -(-group.page_bytes // unit.page_bytes))
+            return ceil_div(len(group.layers), len(unit.layers))
+        return min(len(group.layers), ceil_div(group.page_bytes, unit.page_bytes))
 
     return tuple(part for group in groups for part in split(group, parts(group)))
 
@@ -154,6 +155,6 @@ def level_pages(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(
         group
         if isinstance(group.retention, State)
-        else scaled(group, -(-max(states) // min(layer.page_bytes for layer in group.layers)))
+        else scaled(group, ceil_div(max(states), min(layer.page_bytes for layer in group.layers)))
         for group in groups
     )

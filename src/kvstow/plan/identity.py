@@ -5,9 +5,10 @@ not say that: another checkpoint, another rope, another adapter fill rows of the
 with other numbers. An identity holds everything that decides those numbers:
 
     model       the model's name, as people say it
-    weights     a digest of the weights: headers, and a sample of every tensor
+    weights     their format, and a digest of them: `safetensors:…` of files, from headers and
+                samples of every tensor; `memory:…` of a model in memory
     config      every field of the model's configuration that can change what is cached, and
-                digests of modelling code: the checkpoint's own, or what a model in memory runs
+                digests of other files that decide what is computed, such as the model's own code
     kv_dtype    the cache's element type as the engine names it (`fp8_e4m3`, not `uint8`)
     interior    how the attention backend arranges a page inside
     tokenizer   a digest of the tokenizer's files, because prefixes are found by token ids
@@ -18,6 +19,7 @@ It is part of a layout's manifest, and so of tickets, handshakes, stores and blo
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -66,11 +68,14 @@ WITHOUT_EFFECT = frozenset(
 )
 """Fields of a `config.json` that never change what is cached. All others count."""
 
-CODE = "modelling_code"
-"""The field of an identity's configuration under which files of modelling code stand."""
+MEMORY = "memory"
+"""The format of weights that were digested in memory. Nothing that is read from files can be
+compared with it."""
 
-MAX_FIELDS = 1024
+UNVERIFIED = "unverified"
+MAX_FIELDS = 4096
 MAX_TEXT = 200
+PLAIN_KEY = re.compile(r"[A-Za-z_][\w-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,27 +105,32 @@ class Identity:
         adapter: str | Path = "",
         salt: str = "",
         trust_remote_code: bool = True,
+        weight_files: str = "",
     ) -> "Identity":
         """The identity of a checkpoint on disk: reads headers and samples, not the weights.
 
         `adapter` is a LoRA's directory, or a name for one that lies elsewhere. Modelling code
         that the checkpoint brings counts, unless `trust_remote_code` says that the engine runs
-        code of its own.
+        code of its own. `weight_files` is the pattern of those that the engine loads (`*.bin`),
+        where it does not prefer safetensors.
         Raises ModelError where there is no configuration or there are no weights.
         """
         # Here, because layouts have identities and must not need msgspec to be imported.
-        from kvstow.plan.checkpoint import adapter_digest, read_checkpoint
+        from kvstow.plan import checkpoint
+        from kvstow.plan.weight_files import weights_digest
 
-        checkpoint = read_checkpoint(Path(model_dir))
-        code = {CODE: checkpoint.code} if trust_remote_code and checkpoint.code else {}
+        folder = Path(model_dir)
+        config = checkpoint.checkpoint_config(folder)
+        files = checkpoint.deciding_files(folder, config, trust_remote_code=trust_remote_code)
+        fields = [*config_fields(config), *((f"file {name}", each) for name, each in files.items())]
         return Identity(
-            model=model or checkpoint.name,
-            weights=checkpoint.weights,
-            config=config_fields({**checkpoint.config, **code}, nulls=True),
+            model=model or checkpoint.checkpoint_name(folder),
+            weights=weights_digest(folder, weight_files),
+            config=tuple(sorted(fields)),
             kv_dtype=kv_dtype,
             interior=interior,
-            tokenizer=checkpoint.tokenizer,
-            adapter=adapter_digest(adapter),
+            tokenizer=checkpoint.tokenizer_digest(folder),
+            adapter=checkpoint.adapter_digest(adapter),
             salt=salt,
         )
 
@@ -147,7 +157,7 @@ class Identity:
             state.update(len(data).to_bytes(8, "little") + data)
         return Identity(
             model=model,
-            weights=state.hexdigest(),
+            weights=f"{MEMORY}:{state.hexdigest()}",
             config=config_fields(config),
             kv_dtype=kv_dtype,
             interior=interior,
@@ -165,7 +175,7 @@ class Identity:
         return Identity(model=model, kv_dtype=kv_dtype, unverified_because=why)
 
     def __post_init__(self) -> None:
-        if bool(self.weights) == bool(self.unverified_because):
+        if bool(self.weights) == bool(self.unverified_because) or self.weights == UNVERIFIED:
             raise SpecError(
                 f"identity of {self.model!r}: weights {self.weights!r}, unverified because "
                 f"{self.unverified_because!r}: exactly one of them must be said\n\n{HINT}"
@@ -189,6 +199,11 @@ class Identity:
     def is_verified(self) -> bool:
         return not self.unverified_because
 
+    @property
+    def is_of_files(self) -> bool:
+        """Whether the weights were read from a checkpoint's files, as `Identity.of` does."""
+        return self.is_verified and not self.weights.startswith(f"{MEMORY}:")
+
     def for_request(self, *, adapter: str = "", salt: str = "") -> "Identity":
         """The identity of one request's bytes: the model's, with its adapter and its salt. It is
         this very one where the request has neither, so that its digest is computed once."""
@@ -198,63 +213,81 @@ class Identity:
 
     @cached_property
     def digest(self) -> bytes:
-        """BLAKE2b-256 of all that counts; equal for identities without `differences`."""
-        parts = dict(self._compared())
-        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        """BLAKE2b-256 of `fields`: equal for identities without `differences`, and no others."""
+        text = json.dumps(self.fields, sort_keys=True, separators=(",", ":"))
         return blake2b(text.encode(), digest_size=32, person=b"kvstow identity").digest()
 
     def differences(self, other: "Identity") -> tuple[str, ...]:
         """What keeps bytes of one from being used by the other, with both values."""
-        ours, theirs = dict(self._compared()), dict(other._compared())
+        ours, others = self.fields, other.fields
         return tuple(
-            f"{name} is {_shown(ours.get(name, ''))} in the source, "
-            f"{_shown(theirs.get(name, ''))} in the destination"
-            for name in (*ours, *(name for name in theirs if name not in ours))
-            if ours.get(name, "") != theirs.get(name, "")
+            f"{name} is {shown(ours.get(name))} in the source, "
+            f"{shown(others.get(name))} in the destination"
+            for name in ours | others
+            if ours.get(name) != others.get(name)
         )
 
     @property
     def fields(self) -> dict[str, str]:
-        """Everything that counts, by name, in words; of a salt only a digest."""
-        return dict(self._compared())
+        """Everything that counts, by name, in words: of a salt only a digest, and of an identity
+        that is unverified not why."""
+        salt = self.salt and blake2b(self.salt.encode(), digest_size=16).hexdigest()
+        return {
+            "model": self.model,
+            "weights": self.weights or UNVERIFIED,
+            "cache dtype": self.kv_dtype,
+            "page interior": self.interior,
+            "tokenizer": self.tokenizer,
+            "adapter": self.adapter,
+            "salt": salt,
+            **{f"config {name}": value for name, value in self.config},
+        }
 
-    def _compared(self) -> Iterator[tuple[str, str]]:
-        """Everything that counts, in words. Why an identity is unverified does not."""
-        yield "model", self.model
-        yield "weights", self.weights or "unverified"
-        yield "cache dtype", self.kv_dtype
-        yield "page interior", self.interior
-        yield "tokenizer", self.tokenizer
-        yield "adapter", self.adapter
-        yield "salt", self.salt and blake2b(self.salt.encode(), digest_size=8).hexdigest()
-        for name, value in self.config:
-            yield f"config {name}", value
 
-
-def config_fields(config: Mapping[str, Any], *, nulls: bool = False) -> tuple[tuple[str, str], ...]:
+def config_fields(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """The fields of a configuration that can change what is cached, flat, as sorted text.
 
-    Nested mappings become dotted names. Long values stand as their digest. With `nulls` a field
-    that is null counts: in a file it says something else than none, which has a default.
+    Values stand as JSON, long ones as its digest, and nested mappings as dotted names, of which
+    parts that are not plain words are quoted: two configurations that differ in anything but
+    fields without effect have different fields. Null counts: absent fields have defaults.
     """
     try:
-        return tuple(sorted(_flat(config, "", nulls=nulls)))
+        return tuple(sorted(_flat(config, "")))
     except (RecursionError, UnicodeEncodeError) as error:
         raise ModelError(f"a configuration that cannot be compared: {error}") from None
 
 
-def _flat(config: Mapping[str, Any], prefix: str, *, nulls: bool) -> Iterator[tuple[str, str]]:
+def shown(value: str | None) -> str:
+    """A field's value for people; None where there is no such field."""
+    return "absent" if value is None else repr(value) if value else "not set"
+
+
+def _flat(config: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for key, value in config.items():
-        if key in WITHOUT_EFFECT or (value is None and not nulls):
+        if key in WITHOUT_EFFECT:
             continue
+        plain = isinstance(key, str) and PLAIN_KEY.fullmatch(key) is not None
+        name = f"{prefix}{key if plain else json.dumps(key, default=str)}"
+        fields: list[tuple[str, str]] = []
         if isinstance(value, Mapping):
-            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.", nulls=nulls)
-            continue
-        text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-        if len(text) > MAX_TEXT:
-            text = f"digest {blake2b(text.encode(), digest_size=16).hexdigest()}"
-        yield f"{prefix}{key}", text
+            value = cast("Mapping[str, Any]", value)
+            fields = [*_flat(value, f"{name}.")]
+        yield from fields or [(name, _text({} if isinstance(value, Mapping) else value))]
 
 
-def _shown(value: str) -> str:
-    return repr(value) if value else "not set"
+def _text(value: Any) -> str:
+    text = _canonical(value)
+    if len(text) > MAX_TEXT:
+        return f"digest {blake2b(text.encode(), digest_size=16).hexdigest()}"
+    return text
+
+
+def _canonical(value: Any) -> str:
+    """JSON of a value, the same for equal mappings in any order."""
+    if isinstance(value, Mapping):
+        pairs = cast("Mapping[Any, Any]", value).items()
+        inner = ",".join(sorted(f"{_canonical(key)}:{_canonical(each)}" for key, each in pairs))
+        return f"{{{inner}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_canonical, cast('list[Any]', value)))}]"
+    return json.dumps(value, default=str)

@@ -3,7 +3,7 @@
     address of (layer l, block b, head h, state n) in bytes from the arena's base
         = offset[l] + b · block_stride[l] + h · head_stride[l] + n · token_stride[l]
 
-(of each section of a page, where it has several: own offset and strides, one block stride).
+(of each section of a page; all sections of a page have one block stride).
 
 Packed, separate, cross-layer, shared columns are different numbers in this one law:
 
@@ -15,15 +15,17 @@ Groups take turns owning slabs: block `b` of group `g` lies in slab
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
+
+import numpy as np
 
 from kvstow.errors import BlockError, LayoutError, SpecError
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.plan.sharing import Footprint, Strip, overlapping, sharing_sets, sharing_violations
 from kvstow.plan.spec import LayerSpec
-from kvstow.plan.view import Axis, Run, View, joined
+from kvstow.plan.view import Axis, Ints, Run, View, joined
 
 Order = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -41,29 +43,37 @@ MAX_ALL_PIECES = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The four numbers of one layer in the address law: those of its page's first section.
-
-    `further` has three for each further section: where it starts, counted from `offset`, its
-    head stride and its token stride.
-    """
+    """The four numbers of one section of a layer's pages in the address law."""
 
     offset: int
     block_stride: int
     head_stride: int
     token_stride: int
-    further: tuple[tuple[int, int, int], ...] = ()
 
-    @property
-    def sections(self) -> "tuple[Placement, ...]":
-        """The four numbers of each section."""
-        first = replace(self, further=()) if self.further else self
-        return (
-            first,
-            *(
-                Placement(self.offset + start, self.block_stride, head_stride, token_stride)
-                for start, head_stride, token_stride in self.further
-            ),
-        )
+
+Page = tuple[Placement, ...]
+"""Where the pages of a layer lie: each section of them, all with one block stride."""
+
+
+def moved(page: Page, by: int, block_stride: int) -> Page:
+    """The same page, so many bytes further, with another stride from block to block."""
+    return tuple(
+        replace(place, offset=place.offset + by, block_stride=block_stride) for place in page
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PageSet:
+    """Layers of a group whose pages, or one section of them, differ only in where they start.
+
+    `spec` and `place` are the first layer's, of that section; block `b` of `layers[i]` starts
+    at `offsets[i] + b · place.block_stride`.
+    """
+
+    spec: LayerSpec
+    place: Placement
+    layers: tuple[str, ...]
+    offsets: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +82,7 @@ class PlacedGroup:
 
     group: Group
     rows_per_slab: int
-    placements: tuple[Placement, ...]
+    placements: tuple[Page, ...]
 
     def footprint(self, num_slabs: int) -> Footprint:
         """The strips that the group's blocks are made of.
@@ -82,9 +92,9 @@ class PlacedGroup:
         """
         count = num_slabs * self.rows_per_slab
         pieces = [
-            (run, place.block_stride)
-            for layer, place in zip(self.group.layers, self.placements, strict=True)
-            for run in page_runs(layer, place)
+            (run, page[0].block_stride)
+            for layer, page in zip(self.group.layers, self.placements, strict=True)
+            for run in page_runs(layer, page)
         ]
         strides = {stride for _, stride in pieces}
         start = min(run.offset for run, _ in pieces)
@@ -131,15 +141,15 @@ class Layout:
     # ── where things are ──────────────────────────────────────────────────────────
 
     @cached_property
-    def layers(self) -> dict[str, tuple[int, LayerSpec, Placement]]:
+    def layers(self) -> dict[str, tuple[int, LayerSpec, Page]]:
         """Every layer by name: its group's index, its spec, its place."""
         return {
-            layer.name: (g, layer, place)
+            layer.name: (g, layer, page)
             for g, rows in enumerate(self.groups)
-            for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+            for layer, page in zip(rows.group.layers, rows.placements, strict=True)
         }
 
-    def _layer(self, layer: str) -> tuple[int, LayerSpec, Placement]:
+    def _layer(self, layer: str) -> tuple[int, LayerSpec, Page]:
         try:
             return self.layers[layer]
         except KeyError:
@@ -166,30 +176,30 @@ class Layout:
         bytes otherwise. A page of several sections has no such view as a whole: `page` has it
         as bytes.
         """
-        group, spec, place = self._layer(layer)
+        group, spec, page = self._layer(layer)
         if section is None and len(spec.sections) > 1:
             raise SpecError(
                 f"layer {layer!r}: its pages have {len(spec.sections)} sections, with strides of "
                 "their own\n\nhint: view(layer, section=0), field(layer, name) or page(layer)"
             )
-        parts = placed_sections(spec, place)
-        if not 0 <= (section or 0) < len(parts):
-            raise SpecError(f"layer {layer!r}: no section {section} among {len(parts)}")
-        spec, place = parts[section or 0]
-        units = {field.dtype.unit for field in spec.fields}
+        if not 0 <= (section or 0) < len(spec.sections):
+            raise SpecError(f"layer {layer!r}: no section {section} among {len(spec.sections)}")
+        part = spec.sections[section or 0]
+        units = {field.dtype.unit for field in part.fields}
         unit = units.pop() if len(units) == 1 else 1
-        cells = cell_axes(spec, place, self.num_blocks(group))
-        content = Axis("content", spec.cell_bytes // unit, unit)
-        return View(offset=place.offset, axes=(*cells, content), unit=unit)
+        place = page[section or 0]
+        content = Axis("content", part.cell_bytes // unit, unit)
+        axes = (*cell_axes(part, place, self.num_blocks(group)), content)
+        return View(offset=place.offset, axes=axes, unit=unit)
 
     def field(self, layer: str, name: str) -> View:
         """One field of a layer: axes block, head, token, then the field's own.
 
         4-bit elements are counted in bytes, two elements each, on the last axis.
         """
-        group, spec, place = self._layer(layer)
+        group, spec, page = self._layer(layer)
         field = spec.field(name)
-        spec, place = placed_sections(spec, place)[field.section]
+        place = page[field.section]
         axes: list[Axis] = []
         stride = field.dtype.unit
         for extent in reversed(field.axes):
@@ -207,17 +217,22 @@ class Layout:
 
         What a kernel takes that finds the sections of a page by itself.
         """
-        group, spec, place = self._layer(layer)
-        first, *others = page_runs(spec, place)
+        group, spec, page = self._layer(layer)
+        first, *others = page_runs(spec, page)
         if others:
             raise SpecError(
                 f"layer {layer!r}: a page in {1 + len(others)} pieces is no run of bytes"
             )
-        blocks = Axis("block", self.num_blocks(group), place.block_stride)
+        blocks = Axis("block", self.num_blocks(group), page[0].block_stride)
         content = Axis("content", first.nbytes, 1)
-        return View(offset=place.offset, axes=(blocks, content), unit=1)
+        return View(offset=page[0].offset, axes=(blocks, content), unit=1)
 
     # ── what belongs together ─────────────────────────────────────────────────────
+
+    @cached_property
+    def page_sets(self) -> tuple[tuple[PageSet, ...], ...]:
+        """Per group, its layers' pages section by section, those of one geometry together."""
+        return tuple(_page_sets(rows) for rows in self.groups)
 
     @cached_property
     def footprints(self) -> tuple[Footprint, ...]:
@@ -301,17 +316,15 @@ class Layout:
 
     def _broken_pages(self) -> list[str]:
         broken: list[str] = []
-        total = sum(
-            num_pieces(layer, place, self.order) for _, layer, place in self.layers.values()
-        )
+        total = sum(num_pieces(layer, page, self.order) for _, layer, page in self.layers.values())
         if total > MAX_ALL_PIECES:
             return [f"order: {total} pieces in all, at most {MAX_ALL_PIECES}"]
         for rows in self.groups:
             pieces: list[Run] = []
-            for layer, place in zip(rows.group.layers, rows.placements, strict=True):
-                broken += page_violations(layer, place, self.order, self.base_align)
+            for layer, page in zip(rows.group.layers, rows.placements, strict=True):
+                broken += page_violations(layer, page, self.order, self.base_align)
                 if not broken:
-                    pieces += page_runs(layer, place)
+                    pieces += page_runs(layer, page)
             broken += [
                 f"sharing: group {rows.group.name!r}: pages at {a.offset} (+{a.nbytes}) and "
                 f"{b.offset} (+{b.nbytes}) overlap in block 0"
@@ -330,7 +343,7 @@ class Layout:
 
 
 def cell_axes(spec: LayerSpec, place: Placement, num_blocks: int) -> tuple[Axis, Axis, Axis]:
-    """Block, head and token axes of a placed layer."""
+    """Block, head and token axes of a placed section of a layer."""
     return (
         Axis("block", num_blocks, place.block_stride),
         Axis("head", spec.heads.size, place.head_stride),
@@ -338,17 +351,35 @@ def cell_axes(spec: LayerSpec, place: Placement, num_blocks: int) -> tuple[Axis,
     )
 
 
-def placed_sections(spec: LayerSpec, place: Placement) -> tuple[tuple[LayerSpec, Placement], ...]:
+def placed_sections(spec: LayerSpec, page: Page) -> tuple[tuple[LayerSpec, Placement], ...]:
     """The sections of a layer's pages, each as a layer of its own with its place."""
-    return tuple(zip(spec.sections, place.sections, strict=True))
+    return tuple(zip(spec.sections, page, strict=True))
 
 
-def page_runs(spec: LayerSpec, place: Placement) -> tuple[Run, ...]:
+def _page_sets(rows: PlacedGroup) -> tuple[PageSet, ...]:
+    alike: dict[object, list[tuple[LayerSpec, Placement]]] = {}
+    for layer, page in zip(rows.group.layers, rows.placements, strict=True):
+        for spec, place in placed_sections(layer, page):
+            key = spec.heads, spec.fields, spec.states, replace(place, offset=0)
+            alike.setdefault(key, []).append((spec, place))
+    return tuple(
+        PageSet(
+            spec=members[0][0],
+            place=members[0][1],
+            layers=tuple(spec.name for spec, _ in members),
+            offsets=np.array([place.offset for _, place in members], np.int64),
+        )
+        for members in alike.values()
+    )
+
+
+@lru_cache(maxsize=1024)
+def page_runs(spec: LayerSpec, page: Page) -> tuple[Run, ...]:
     """The bytes of the page in block 0. A page in one piece includes its final padding."""
-    runs = [_section_runs(*section) for section in placed_sections(spec, place)]
-    starts = [place.offset + start for start in spec.section_offsets]
+    runs = [_section_runs(*section) for section in placed_sections(spec, page)]
+    starts = [page[0].offset + start for start in spec.section_offsets]
     if [each[0].offset for each in runs if len(each) == 1] == starts:
-        return (Run(place.offset, spec.page_bytes),)
+        return (Run(page[0].offset, spec.page_bytes),)
     return joined(run for each in runs for run in each)
 
 
@@ -357,42 +388,50 @@ def _section_runs(spec: LayerSpec, place: Placement) -> tuple[Run, ...]:
     return View(offset=place.offset, axes=(head, token), unit=spec.cell_bytes).runs()
 
 
-def num_pieces(spec: LayerSpec, place: Placement, order: Order) -> int:
+def num_pieces(spec: LayerSpec, page: Page, order: Order) -> int:
     """How many pieces the page of one block is in, as far as its strides tell."""
-    if len(spec.sections) > 1:
-        parts = zip(spec.sections, place.sections, strict=False)
-        return sum(num_pieces(part, at, order) for part, at in parts)
     heads, states = spec.heads.size, spec.states
-    if order.index("H") < order.index("N"):
-        return 1 if place.head_stride == states * spec.cell_bytes else heads
-    return 1 if place.token_stride == heads * spec.cell_bytes else states
+    pieces = 0
+    for part, place in zip(spec.sections, page, strict=False):
+        if order.index("H") < order.index("N"):
+            pieces += 1 if place.head_stride == states * part.cell_bytes else heads
+        else:
+            pieces += 1 if place.token_stride == heads * part.cell_bytes else states
+    return pieces
 
 
-def page_violations(spec: LayerSpec, place: Placement, order: Order, base_align: int) -> list[str]:
+def page_violations(spec: LayerSpec, page: Page, order: Order, base_align: int) -> list[str]:
     """What is wrong with one page: alignment, nesting, axes not in the stated order."""
-    if len(spec.sections) != len(place.sections):
+    if len(spec.sections) != len(page):
         return [
             f"coverage: layer {spec.name!r}: its pages have {len(spec.sections)} sections, "
-            f"{len(place.sections)} are placed"
+            f"{len(page)} are placed"
         ]
-    broken = _misaligned(spec, place, base_align)
-    for number, (part, at) in enumerate(placed_sections(spec, place)):
-        where = f"layer {spec.name!r}" + (f", section {number}" if place.further else "")
-        broken += _misplaced(where, part, at, order)
-        if number and at.offset % part.unit:
-            broken.append(
-                f"alignment: {where}: offset {at.offset} is not a multiple of {part.unit}"
-            )
-    if place.block_stride < 1:
-        broken.append(f"order: layer {spec.name!r}: block stride {place.block_stride}")
+    broken: list[str] = []
+    for number, (part, place) in enumerate(placed_sections(spec, page)):
+        where = f"layer {spec.name!r}" + (f", section {number}" if page[1:] else "")
+        broken += _misplaced(where, part, place, order)
+        if place.block_stride < 1 or place.block_stride != page[0].block_stride:
+            broken.append(f"order: {where}: block stride {place.block_stride}")
+    broken += [
+        f"alignment: layer {spec.name!r}: {what} {value} is not a multiple of {spec.align}"
+        for what, value in (("offset", page[0].offset), ("block stride", page[0].block_stride))
+        if value % spec.align
+    ]
+    if base_align % spec.unit:
+        broken.append(
+            f"alignment: layer {spec.name!r}: base aligned to {base_align}, elements to {spec.unit}"
+        )
     return broken
 
 
 def _misplaced(where: str, spec: LayerSpec, place: Placement, order: Order) -> list[str]:
-    """What is wrong with one section's strides."""
+    """What is wrong with the place of one section."""
     broken = [
         f"alignment: {where}: {what} {value} is not a multiple of {spec.unit}"
         for what, value in (
+            ("offset", place.offset),
+            ("block stride", place.block_stride),
             ("head stride", place.head_stride),
             ("token stride", place.token_stride),
         )
@@ -413,18 +452,4 @@ def _misplaced(where: str, spec: LayerSpec, place: Placement, order: Order) -> l
         )
     if outer[1] > MAX_PIECES and outer[2] != cells:
         broken.append(f"order: {where}: {outer[1]} pieces, at most {MAX_PIECES}")
-    return broken
-
-
-def _misaligned(spec: LayerSpec, place: Placement, base_align: int) -> list[str]:
-    broken = [
-        f"alignment: layer {spec.name!r}: {what} {value} is not a multiple of "
-        f"{max(spec.unit, spec.align)}"
-        for what, value in (("offset", place.offset), ("block stride", place.block_stride))
-        if value < 0 or value % spec.unit or value % spec.align
-    ]
-    if base_align % spec.unit:
-        broken.append(
-            f"alignment: layer {spec.name!r}: base aligned to {base_align}, elements to {spec.unit}"
-        )
     return broken

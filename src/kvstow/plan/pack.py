@@ -10,20 +10,80 @@ rows of each group make a slab, and in who may own one:
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import islice
 from math import lcm
 from typing import Literal, get_args
 
 from kvstow.errors import PlanError
-from kvstow.plan.alignment import USUAL, Alignment, check_demands, whole_number
 from kvstow.plan.group import Group, equal_groups, level_pages, short_rows
-from kvstow.plan.layout import NULL_SLABS, Layout, Order, PlacedGroup, Placement
-from kvstow.plan.retention import MAX_TOKENS
+from kvstow.plan.layout import (
+    NULL_SLABS,
+    Layout,
+    Order,
+    Page,
+    PlacedGroup,
+    Placement,
+    moved,
+)
 from kvstow.plan.slab import slab_geometry
 from kvstow.plan.spec import LayerSpec
-from kvstow.plan.view import align_up
+from kvstow.plan.view import align_up, check_count
 from kvstow.plan.words import MAX_BYTES, parse_order, parse_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a kernel or a NIC asks of the layers whose names match `layers`: pages that start at
+    multiples of so many bytes, and lie multiples of them apart."""
+
+    layers: str = "*"
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        _check_bytes(f"multiple of {self.layers!r}", self.multiple)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """Multiples at which pages, rows and the arena start, and further demands by layer."""
+
+    page: int = 16
+    row: int = 64
+    base: int = 4096
+    demands: tuple[Demand, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, value in (("page", self.page), ("row", self.row), ("base", self.base)):
+            _check_bytes(f"{what} alignment", value)
+
+    def wishes(self) -> list[str]:
+        """What differs from the usual alignment, as `kvstow plan --align` takes it."""
+        said = [
+            f"{what}={getattr(self, what)}"
+            for what in ("page", "row")
+            if getattr(self, what) != getattr(USUAL, what)
+        ]
+        if self.base != lcm(USUAL.base, self.page, self.row, *(d.multiple for d in self.demands)):
+            said.append(f"base={self.base}")
+        return said + [f"{demand.layers}={demand.multiple}" for demand in self.demands]
+
+    def of(self, layer: LayerSpec) -> int:
+        """What the layer's pages start at multiples of."""
+        demands = [d.multiple for d in self.demands if fnmatchcase(layer.name, d.layers)]
+        return lcm(self.page, layer.align, layer.unit, *demands)
+
+    def of_row(self, group: Group) -> int:
+        """What the group's rows start at multiples of."""
+        return lcm(self.row, *(self.of(layer) for layer in group.layers))
+
+
+def _check_bytes(what: str, value: object) -> None:
+    check_count(what, value, most=MAX_BYTES - 1, error=PlanError)
+
+
+USUAL = Alignment()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +199,7 @@ def separate(
     `context_tokens` per request."""
     size = ArenaSize.of(budget, num_slabs)
     _check_groups(groups)
-    whole_number("context_tokens", context_tokens, least=1, most=MAX_TOKENS)
+    check_count("context_tokens", context_tokens, error=PlanError)
     needs = [group.rows_needed(context_tokens) for group in groups]
     shares = [max(1, round(need / min(needs))) for need in needs]
     if site.order.startswith("L"):
@@ -191,7 +251,9 @@ class ArenaSize:
         if budget is not None and num_slabs is None:
             return ArenaSize(parse_size(budget), None)
         if budget is None and num_slabs is not None:
-            return ArenaSize(None, whole_number("number of slabs", num_slabs, least=1 + NULL_SLABS))
+            least, most = 1 + NULL_SLABS, MAX_BYTES - 1
+            check_count("number of slabs", num_slabs, least=least, most=most, error=PlanError)
+            return ArenaSize(None, num_slabs)
         raise PlanError(
             f"give either a budget or a number of slabs, not {budget!r} and {num_slabs!r}"
             '\n\nhint: budget="20GiB" for all that fits into 20 GiB'
@@ -220,30 +282,26 @@ class RowShape:
     """Pages of one block, placed relative to its row."""
 
     group: Group
-    places: tuple[Placement, ...]
+    places: tuple[Page, ...]
     nbytes: int
 
     def rows(self, base: int, stride: int, rows_per_slab: int) -> PlacedGroup:
-        placements = tuple(
-            replace(p, offset=base + p.offset, block_stride=stride) for p in self.places
-        )
+        placements = tuple(moved(page, base, stride) for page in self.places)
         return PlacedGroup(group=self.group, rows_per_slab=rows_per_slab, placements=placements)
 
 
 def page_in_one_piece(
     layer: LayerSpec, order: Order, offset: int = 0, block_stride: int = 0
-) -> Placement:
+) -> Page:
     """The place of pages whose sections follow each other, cells side by side in each."""
 
-    def strides(section: LayerSpec) -> tuple[int, int]:
+    def place(start: int, section: LayerSpec) -> Placement:
         cell = section.cell_bytes
         if order.index("H") < order.index("N"):
-            return section.states * cell, cell
-        return cell, section.heads.size * cell
+            return Placement(offset + start, block_stride, section.states * cell, cell)
+        return Placement(offset + start, block_stride, cell, section.heads.size * cell)
 
-    first, *rest = zip(layer.section_offsets, map(strides, layer.sections), strict=True)
-    further = tuple((start, *each) for start, each in rest)
-    return Placement(offset, block_stride, *first[1], further)
+    return tuple(map(place, layer.section_offsets, layer.sections))
 
 
 def _head_slice(layer: LayerSpec) -> tuple[tuple[int, ...], int]:
@@ -256,22 +314,19 @@ def _head_slice(layer: LayerSpec) -> tuple[tuple[int, ...], int]:
     return tuple(starts), end
 
 
-def _page_in_slices(
-    layer: LayerSpec, offset: int, block_stride: int, head_stride: int
-) -> Placement:
+def _page_in_slices(layer: LayerSpec, offset: int, block_stride: int, head_stride: int) -> Page:
     """The place of pages whose heads lie apart, each with all sections."""
-    starts, cells = _head_slice(layer)[0], [section.cell_bytes for section in layer.sections]
-    further = tuple(
-        (start, head_stride, cell) for start, cell in zip(starts[1:], cells[1:], strict=True)
+    return tuple(
+        Placement(offset + start, block_stride, head_stride, section.cell_bytes)
+        for start, section in zip(_head_slice(layer)[0], layer.sections, strict=True)
     )
-    return Placement(offset, block_stride, head_stride, cells[0], further)
 
 
 def row_shape(group: Group, site: Site) -> RowShape:
     """The pages of one block end to end; heads outermost where the order says so."""
     if site.order == "BHLNC":
         return _sliced_row(group, site)
-    places: list[Placement] = []
+    places: list[Page] = []
     end = 0
     for layer in group.layers:
         offset = align_up(end, site.alignment.of(layer))
@@ -282,7 +337,7 @@ def row_shape(group: Group, site: Site) -> RowShape:
 
 def _sliced_row(group: Group, site: Site) -> RowShape:
     """Layers of equally many heads together: per head, the slices of all of them."""
-    places: dict[str, Placement] = {}
+    places: dict[str, Page] = {}
     end = 0
     for num_heads in dict.fromkeys(layer.heads.size for layer in group.layers):
         layers = [layer for layer in group.layers if layer.heads.size == num_heads]
@@ -303,7 +358,7 @@ def _sliced_row(group: Group, site: Site) -> RowShape:
 # ── layer-compact orders: the pages of one layer together ──────────────────────────────
 
 
-def region(layer: LayerSpec, offset: int, num_blocks: int, site: Site) -> tuple[Placement, int]:
+def region(layer: LayerSpec, offset: int, num_blocks: int, site: Site) -> tuple[Page, int]:
     """All pages of one layer side by side, and the bytes they take."""
     if site.order == "LHBNC":
         slice_bytes = align_up(_head_slice(layer)[1], site.alignment.of(layer))
@@ -358,12 +413,12 @@ def _columns(groups: Sequence[Group], size: ArenaSize, site: Site) -> Layout:
 
 def _regions(
     layers: Sequence[tuple[LayerSpec, int]], size: ArenaSize, site: Site
-) -> tuple[int, list[Placement], int]:
+) -> tuple[int, list[Page], int]:
     """Layers one after another, each with its blocks per slab: slabs, places, total bytes."""
     per_slab = sum(share * region(layer, 0, 1, site)[1] for layer, share in layers)
     gaps = sum(site.alignment.of(layer) for layer, _ in layers)
     count = size.slabs_of(per_slab, reserved=gaps)
-    places: list[Placement] = []
+    places: list[Page] = []
     end = 0
     for layer, share in layers:
         offset = align_up(end, site.alignment.of(layer))
@@ -379,20 +434,14 @@ def _layout(rows: tuple[PlacedGroup, ...], num_slabs: int, nbytes: int, site: Si
             f"{num_slabs} slabs take {nbytes} bytes, not below 2^63"
             "\n\nhint: fewer slabs, or fewer tokens per block"
         )
-    layers = [
-        (layer, place)
-        for placed in rows
-        for layer, place in zip(placed.group.layers, placed.placements, strict=True)
-    ]
-    for layer, place in layers:
-        check_demands(site.alignment.demands, layer, place)
+    layers = [layer for placed in rows for layer in placed.group.layers]
     return Layout(
         model=site.model,
         order=site.order,
         groups=rows,
         num_slabs=num_slabs,
         nbytes=nbytes,
-        base_align=lcm(site.alignment.base, *(site.alignment.of(layer) for layer, _ in layers)),
+        base_align=lcm(site.alignment.base, *(site.alignment.of(layer) for layer in layers)),
         tp=site.tp,
         pp=site.pp,
     )

@@ -4,33 +4,34 @@
     Full      all                                                     grow with its tokens
     Window    the last `tokens - 1`                                   bounded
     Chunk     those since the last multiple of `tokens`               bounded
-    Sink      the first `sink_tokens`, and the last `tokens - 1`      bounded
-    State     a summary of all                                        1 + checkpoints
+    State     a summary of all                                        1
     Encoder   the encoder's `tokens` positions, none of its own       fixed
 
-This is the only place that knows these rules. Everything else asks the functions below.
+This is the only place that knows these rules. Everything else asks the functions below: how
+much of a prompt can be served is `longest_prefix`, and nobody else's question.
 `first_seen_token`, `first_seen_block` and `can_hit` take whole arrays of lengths.
 """
 
-from dataclasses import dataclass
-from typing import cast, get_args, overload
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Literal, Protocol, cast, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import SpecError
-from kvstow.plan.view import Ints
+from kvstow.plan.view import Ints, ceil_div, check_count
 
 Bools = npt.NDArray[np.bool_]
 """Yes or no for each of several: the one boolean array type."""
-
-MAX_TOKENS = 1 << 40
-"""No retention counts more tokens than that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Full:
     """Every token, as long as the request lives."""
+
+    kind: Literal["full"] = field(default="full", init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,10 @@ class Window:
     """The last `tokens` tokens, the one that looks included."""
 
     tokens: int
+    kind: Literal["window"] = field(default="window", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_count("Window", "tokens", self.tokens, hint="Full() keeps every token")
+        check_count("Window: tokens", self.tokens, hint="Full() keeps every token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,36 +50,21 @@ class Chunk:
     """The tokens of the current chunk of `tokens`: position `p` sees `[p - p % tokens, p]`."""
 
     tokens: int
+    kind: Literal["chunk"] = field(default="chunk", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_count("Chunk", "tokens", self.tokens, hint="Full() keeps every token")
-
-
-@dataclass(frozen=True, slots=True)
-class Sink:
-    """The first `sink_tokens` tokens for good, and the last `tokens`."""
-
-    sink_tokens: int
-    tokens: int
-
-    def __post_init__(self) -> None:
-        _check_count("Sink", "sink_tokens", self.sink_tokens, hint="Window(tokens) has no sink")
-        _check_count("Sink", "tokens", self.tokens, hint="the last token always sees itself")
+        check_count("Chunk: tokens", self.tokens, hint="Full() keeps every token")
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A summary of the whole sequence: one running row, and `checkpoints` kept behind it.
+    """A summary of the whole sequence, in one running row.
 
     Such a group's block is one summary; its `block_tokens` says how many tokens lie
     between two checkpoints that a later request may start from.
     """
 
-    checkpoints: int = 0
-
-    def __post_init__(self) -> None:
-        hint = "State() keeps the running summary alone"
-        _check_count("State", "checkpoints", self.checkpoints, least=0, hint=hint)
+    kind: Literal["state"] = field(default="state", init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +72,14 @@ class Encoder:
     """The encoder's `tokens` positions, written once (cross-attention)."""
 
     tokens: int
+    kind: Literal["encoder"] = field(default="encoder", init=False, repr=False)
 
     def __post_init__(self) -> None:
         hint = "give the most positions that the encoder may have"
-        _check_count("Encoder", "tokens", self.tokens, hint=hint)
+        check_count("Encoder: tokens", self.tokens, hint=hint)
 
 
-Retention = Full | Window | Chunk | Sink | State | Encoder
-
-
-def _check_count(kind: str, what: str, value: object, *, least: int = 1, hint: str) -> None:
-    if type(value) is not int or not least <= value <= MAX_TOKENS:
-        raise SpecError(
-            f"{kind}: {what} is {value!r}, not a whole number from {least} to {MAX_TOKENS}"
-            f"\n\nhint: {hint}"
-        )
+Retention = Full | Window | Chunk | State | Encoder
 
 
 def check_retention(where: str, value: object) -> None:
@@ -118,7 +98,7 @@ def check_retention(where: str, value: object) -> None:
 
 def forgets(retention: Retention) -> bool:
     """Whether there comes a time when tokens are no longer seen."""
-    return isinstance(retention, Window | Chunk | Sink)
+    return isinstance(retention, Window | Chunk)
 
 
 @overload
@@ -126,13 +106,13 @@ def first_seen_token(retention: Retention, num_tokens: int) -> int: ...
 @overload
 def first_seen_token(retention: Retention, num_tokens: Ints) -> Ints: ...
 def first_seen_token(retention: Retention, num_tokens: int | Ints) -> int | Ints:
-    """The first token, sinks apart, that a token at `num_tokens` or later sees.
+    """The first token that a token at `num_tokens` or later sees.
 
     Of one request, or of each of several. It is `num_tokens` itself where the next token
     sees nothing before it.
     """
     match retention:
-        case Window(tokens) | Sink(_, tokens):
+        case Window(tokens):
             return (num_tokens - tokens + 1) * (num_tokens >= tokens)
         case Chunk(tokens):
             return num_tokens - num_tokens % tokens
@@ -145,39 +125,22 @@ def first_seen_block(retention: Retention, num_tokens: int, block_tokens: int) -
 @overload
 def first_seen_block(retention: Retention, num_tokens: Ints, block_tokens: int) -> Ints: ...
 def first_seen_block(retention: Retention, num_tokens: int | Ints, block_tokens: int) -> int | Ints:
-    """The block of `first_seen_token`: blocks before it, sinks apart, may be given back."""
+    """The block of `first_seen_token`: blocks before it may be given back."""
     return first_seen_token(retention, num_tokens) // block_tokens
 
 
-def sink_blocks(retention: Retention, block_tokens: int) -> int:
-    """Blocks at the beginning that are held for good although a window moves on."""
-    return -(-retention.sink_tokens // block_tokens) if isinstance(retention, Sink) else 0
-
-
-def seen_tokens(retention: Retention, num_tokens: int) -> tuple[range, range]:
-    """Of the tokens before `num_tokens`, those that a token there sees: sinks, and the rest.
-
-    The two do not overlap. A summary stands for all tokens, and so does an encoder's part.
-    """
-    first = first_seen_token(retention, num_tokens)
-    sinks = retention.sink_tokens if isinstance(retention, Sink) else 0
-    return range(min(sinks, first)), range(first, num_tokens)
-
-
-def seen_blocks(retention: Retention, num_tokens: int, block_tokens: int) -> tuple[range, range]:
-    """Of the whole blocks before `num_tokens`, those that a token there needs: those of the
-    sink, and the rest. The two do not overlap.
+def seen_blocks(retention: Retention, num_tokens: int, block_tokens: int) -> range:
+    """Of the whole blocks before `num_tokens`, those that a token there needs.
 
     Of a summary that is the last one, the checkpoint at `num_tokens`; of an encoder's part
     nothing, its rows are written anew.
     """
     end = num_tokens // block_tokens
     if isinstance(retention, Encoder):
-        return range(0), range(0)
+        return range(0)
     if isinstance(retention, State):
-        return range(0), range(max(0, end - 1), end)
-    first = first_seen_block(retention, num_tokens, block_tokens)
-    return range(min(sink_blocks(retention, block_tokens), first)), range(first, end)
+        return range(max(0, end - 1), end)
+    return range(first_seen_block(retention, num_tokens, block_tokens), end)
 
 
 def can_hit(retention: Retention, lengths: Ints, block_tokens: int, present: Bools) -> Bools:
@@ -188,12 +151,73 @@ def can_hit(retention: Retention, lengths: Ints, block_tokens: int, present: Boo
         return np.ones(len(lengths), np.bool_)
     if isinstance(retention, State):
         return np.concatenate((np.ones(1, np.bool_), present))[end]
+    if isinstance(retention, Full):
+        return end <= (len(present) if present.all() else present.argmin())
     absent = np.zeros(len(present) + 1, np.int64)
     np.cumsum(~present, out=absent[1:])
     first = first_seen_block(retention, lengths, block_tokens)
-    complete = absent[end] == absent[np.minimum(first, end)]
-    sinks = sink_blocks(retention, block_tokens)
-    return complete & (absent[np.minimum(sinks, end)] == 0) if sinks else complete
+    return absent[end] == absent[np.minimum(first, end)]
+
+
+# ── the prefix law ────────────────────────────────────────────────────────────────────
+
+
+class Blockwise(Protocol):
+    """What is kept in blocks of so many tokens; a `Group` is one."""
+
+    @property
+    def retention(self) -> Retention: ...
+    @property
+    def block_tokens(self) -> int: ...
+
+
+Holds = Callable[[int, int], Bools]
+"""`holds(g, num_blocks)`: which of the first blocks, or checkpoints, of a group are there."""
+
+
+def longest_prefix(
+    groups: Iterable[tuple[int, Blockwise]],
+    num_tokens: int,
+    holds: Holds,
+    *,
+    unit: int | None = None,
+) -> int:
+    """The most tokens, at most `num_tokens`, at which every group can serve.
+
+        longest_prefix(enumerate(groups), len(prompt) - 1, lambda g, n: present(g, keys[g][:n]))
+
+    `holds` is asked once per group, full ones first, and only for blocks that the groups before
+    it leave possible; where its answer is shorter than `num_blocks`, the rest is not there.
+    An encoder's part is written anew, so nobody asks for it.
+    """
+    return int(prefix_lengths(groups, num_tokens, holds, unit=unit)[-1])
+
+
+def prefix_lengths(
+    groups: Iterable[tuple[int, Blockwise]],
+    num_tokens: int,
+    holds: Holds,
+    *,
+    unit: int | None = None,
+) -> Ints:
+    """Every number of tokens at which every group can serve, ascending; 0 always is one.
+
+    All are multiples of all groups' `block_tokens`, or of `unit` where it is given, itself
+    such a multiple.
+    """
+    tokenwise = [pair for pair in groups if not isinstance(pair[1].retention, Encoder)]
+    tokenwise.sort(key=lambda pair: not isinstance(pair[1].retention, Full))
+    unit = unit or lcm(*(group.block_tokens for _, group in tokenwise))
+    lengths: Ints = np.arange(0, max(0, num_tokens) + 1, unit)
+    for g, group in tokenwise:
+        num_blocks = int(lengths[-1]) // group.block_tokens
+        if not num_blocks:
+            break
+        present = np.zeros(num_blocks, np.bool_)
+        answer = holds(g, num_blocks)[:num_blocks]
+        present[: len(answer)] = answer
+        lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
+    return lengths
 
 
 # ── how many rows a request holds ─────────────────────────────────────────────────────
@@ -209,16 +233,15 @@ def rows_bound(retention: Retention, block_tokens: int, *, in_flight: int) -> in
         case Full():
             return None
         case Encoder(tokens):
-            return -(-tokens // block_tokens)
-        case State(checkpoints):
-            return 1 + checkpoints
+            return ceil_div(tokens, block_tokens)
+        case State():
+            return 1
         case Chunk(tokens) if tokens % block_tokens == 0:
-            return -(-(tokens - 1 + in_flight) // block_tokens)
-        case Chunk(tokens) | Window(tokens) | Sink(_, tokens):
+            return ceil_div(tokens - 1 + in_flight, block_tokens)
+        case Chunk(tokens) | Window(tokens):
             span = tokens - 1 + in_flight
             # So many blocks can be touched by `span` consecutive tokens.
-            touched = (span + block_tokens - 2) // block_tokens + 1
-            return sink_blocks(retention, block_tokens) + touched
+            return (span + block_tokens - 2) // block_tokens + 1
 
 
 def rows_needed(
@@ -227,7 +250,7 @@ def rows_needed(
     """Rows a request of `num_tokens` holds at its fullest moment."""
     if isinstance(retention, State | Encoder):
         return rows_bound(retention, block_tokens, in_flight=in_flight) or 0
-    rows = -(-num_tokens // block_tokens)
+    rows = ceil_div(num_tokens, block_tokens)
     in_flight = min(in_flight, max(1, num_tokens))
     bound = rows_bound(retention, block_tokens, in_flight=in_flight)
     return rows if bound is None else min(rows, bound)
@@ -237,20 +260,8 @@ def rows_needed(
 
 
 def short_name(retention: Retention) -> str:
-    """`full`, `window128`, `sink4+1020`, `state`, `state2`: another for every retention."""
-    match retention:
-        case Full():
-            return "full"
-        case Encoder(tokens):
-            return f"encoder{tokens}"
-        case Chunk(tokens):
-            return f"chunk{tokens}"
-        case Sink(sink_tokens, tokens):
-            return f"sink{sink_tokens}+{tokens}"
-        case Window(tokens):
-            return f"window{tokens}"
-        case State(checkpoints):
-            return f"state{checkpoints}" if checkpoints else "state"
+    """`full`, `window128`, `chunk8192`, `state`: another for every retention."""
+    return f"{retention.kind}{getattr(retention, 'tokens', '')}"
 
 
 def in_words(retention: Retention) -> str:
@@ -262,27 +273,22 @@ def in_words(retention: Retention) -> str:
             return f"the last {tokens:,} tokens"
         case Chunk(tokens):
             return f"the current chunk of {tokens:,} tokens"
-        case Sink(sink_tokens, tokens):
-            return f"the first {sink_tokens:,} tokens and the last {tokens:,}"
-        case State(checkpoints):
-            kept = f", and {checkpoints:,} checkpoints" if checkpoints else ""
-            return f"one running summary of the whole sequence{kept}"
+        case State():
+            return "one running summary of the whole sequence"
         case Encoder(tokens):
             return f"the encoder's {tokens:,} positions"
 
 
-def lasting_first(retention: Retention) -> tuple[int, int, int]:
+def lasting_first(retention: Retention) -> tuple[int, int]:
     """A sort key: what is kept longest comes first."""
     match retention:
         case Full():
-            return (0, 0, 0)
+            return (0, 0)
         case Encoder(tokens):
-            return (1, -tokens, 0)
+            return (1, -tokens)
         case Chunk(tokens):
-            return (2, -tokens, 0)
-        case Sink(sink_tokens, tokens):
-            return (3, -tokens, -sink_tokens)
+            return (2, -tokens)
         case Window(tokens):
-            return (4, -tokens, 0)
-        case State(checkpoints):
-            return (5, 0, -checkpoints)
+            return (3, -tokens)
+        case State():
+            return (4, 0)

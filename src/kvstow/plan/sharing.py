@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvstow.plan.view import Run
+from kvstow.plan.view import Run, ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ def first_residue(step: int, modulus: int, lo: int, hi: int) -> int | None:
         return None
     if 2 * step > modulus:
         step, lo, hi = modulus - step, modulus - hi, modulus - lo
-    x = -(-lo // step)
+    x = ceil_div(lo, step)
     if x * step <= hi:
         return x
     y = first_residue(step - modulus % step, step, lo % step, hi % step)
-    return None if y is None else -(-(lo + modulus * y) // step)
+    return None if y is None else ceil_div(lo + modulus * y, step)
 
 
 def collision(a: Strip, b: Strip) -> tuple[int, int] | None:
@@ -54,7 +54,7 @@ def collision(a: Strip, b: Strip) -> tuple[int, int] | None:
     last = (b.count - 1) * b.stride
 
     def index_reaching(x: int) -> int:
-        return max(0, -(-(x - start) // a.stride))
+        return max(0, ceil_div(x - start, a.stride))
 
     for lo, j in ((0, 0), (last, b.count - 1)):  # the ends of `b`: one candidate each
         i = index_reaching(lo)
@@ -139,11 +139,14 @@ def foreign_collision(
     slab = f.rows_per_slab * a.stride
     if slab != g.rows_per_slab * b.stride:
         return collision(a, b)
+    end = a.offset + (f.rows_per_slab - 1) * a.stride + a.nbytes
+    other_end = b.offset + (g.rows_per_slab - 1) * b.stride + b.nbytes
+    first = (a.offset - other_end) // slab + 1  # a slab of b's further down ends before a begins
+    last = ceil_div(end - b.offset, slab) - 1
+    if first >= 0 >= last:
+        return None  # no other slab reaches so far
     one = Strip(a.offset, a.nbytes, a.stride, f.rows_per_slab)
-    other = Strip(b.offset, b.nbytes, b.stride, g.rows_per_slab)
-    nearest = (a.offset - other.hull.end) // slab
-    farthest = -(-(one.hull.end - b.offset) // slab)
-    for shift in range(max(nearest, 1 - num_slabs), min(farthest, num_slabs - 1) + 1):
+    for shift in range(max(first, 1 - num_slabs), min(last, num_slabs - 1) + 1):
         moved = Strip(b.offset + shift * slab, b.nbytes, b.stride, g.rows_per_slab)
         clash = collision(one, moved) if shift else None
         if clash:

@@ -91,7 +91,7 @@ def _common_multiples(factors: Ints, least: Ints, limit: int) -> Ints:
     multiple = np.ones(len(factors), np.int64)
     for factor in factors.T:
         multiple = np.where(multiple > limit, multiple, np.lcm(multiple, factor))
-    return -(-least // multiple) * multiple
+    return align_up(least, multiple)
 
 
 def _single_rows(rows: Ints, steps: Sequence[int]) -> Geometry:

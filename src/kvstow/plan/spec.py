@@ -28,8 +28,8 @@ from itertools import pairwise
 from math import prod
 
 from kvstow.errors import SpecError
-from kvstow.plan.retention import MAX_TOKENS, Full, Retention, State, check_retention
-from kvstow.plan.view import align_up
+from kvstow.plan.retention import Full, Retention, State, check_retention
+from kvstow.plan.view import align_up, check_count
 
 
 class DType(StrEnum):
@@ -111,12 +111,6 @@ _SPELLINGS = {dtype.value: dtype for dtype in DType} | {
 }
 
 
-def check_count(what: str, value: object) -> None:
-    """Raises SpecError unless the value is a whole number from 1 to `MAX_TOKENS`."""
-    if type(value) is not int or not 1 <= value <= MAX_TOKENS:
-        raise SpecError(f"{what} is {value!r}, not a whole number from 1 to {MAX_TOKENS}")
-
-
 @dataclass(frozen=True)
 class Extent:
     """The part of one of the whole model's axes that a rank holds.
@@ -164,10 +158,6 @@ class Field:
     section: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.section) is not int or self.section < 0:
-            raise SpecError(
-                f"field {self.name!r}: section is {self.section!r}, not a whole number from 0"
-            )
         if not isinstance(self.dtype, DType):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SpecError(
                 f"field {self.name!r}: dtype is {self.dtype!r}, not a DType"

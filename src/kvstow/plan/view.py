@@ -1,23 +1,66 @@
-"""Strided bytes: axes with names, views over an arena, contiguous runs.
+"""Whole numbers, and strided bytes: axes with names, views over an arena, contiguous runs.
 
 Everything counts in bytes from the start of the arena. Intervals are half-open.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.errors import SpecError
+from kvstow.errors import KvstowError, SpecError
 
 Ints = npt.NDArray[np.int64]
 """Ids, offsets, counts: the one integer array type."""
 
+Whole = TypeVar("Whole", int, Ints)
 
-def align_up(value: int, multiple: int) -> int:
+
+MAX_TOKENS = 1 << 40
+"""No count of tokens, heads or states is larger."""
+
+
+def check_count(
+    what: str,
+    value: object,
+    *,
+    least: int = 1,
+    most: int = MAX_TOKENS,
+    error: type[KvstowError] = SpecError,
+    hint: str = "",
+) -> int:
+    """The value, if it is a whole number from `least` to `most`; raises `error` otherwise."""
+    if type(value) is not int or not least <= value <= most:
+        text = f"{what} is {value!r}, not a whole number from {least} to {most}"
+        raise error(f"{text}\n\nhint: {hint}" if hint else text)
+    return value
+
+
+def ceil_div(value: Whole, divisor: Whole | int) -> Whole:
+    """`value / divisor`, rounded up; of arrays element by element."""
+    return -(-value // divisor)
+
+
+def align_up(value: Whole, multiple: Whole | int) -> Whole:
     """The smallest multiple of `multiple` that is not below `value`."""
-    return -(-value // multiple) * multiple
+    return ceil_div(value, multiple) * multiple
+
+
+def merged(starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+    """The same intervals `[start, start + length)` in the fewest, ascending, as starts and lengths.
+
+    Neighbours become one. The intervals must neither overlap nor be empty.
+    """
+    if (starts[1:] < starts[:-1]).any():
+        order = np.argsort(starts)
+        starts, lengths = starts[order], lengths[order]
+    apart = starts[1:] != starts[:-1] + lengths[:-1]
+    if apart.all():
+        return starts, lengths
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return starts[first], np.add.reduceat(lengths, first)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -34,13 +77,9 @@ class Run:
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
     """The same bytes in the fewest runs, ascending. The runs must not overlap."""
-    merged: list[Run] = []
-    for run in sorted(runs):
-        if merged and merged[-1].end == run.offset:
-            merged[-1] = Run(merged[-1].offset, merged[-1].nbytes + run.nbytes)
-        elif run.nbytes:
-            merged.append(run)
-    return tuple(merged)
+    pieces = np.array([(run.offset, run.nbytes) for run in runs if run.nbytes], np.int64)
+    starts, lengths = merged(*pieces.reshape(-1, 2).T)
+    return tuple(map(Run, starts.tolist(), lengths.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,38 +123,6 @@ class View:
         """One past the last byte that any element touches."""
         return self.offset + sum((a.size - 1) * a.stride for a in self.axes) + self.unit
 
-    def at(self, name: str, index: int) -> "View":
-        """The view with one axis fixed at `index` and gone."""
-        axis = self.axis(name)
-        if not 0 <= index < axis.size:
-            raise SpecError(f"index {index} is outside axis {name!r} of size {axis.size}")
-        rest = tuple(a for a in self.axes if a is not axis)
-        return replace(self, offset=self.offset + index * axis.stride, axes=rest)
-
-    def subdivided(self, name: str, inner: int) -> "View":
-        """The view with one axis cut into pieces of `inner` elements.
-
-        The outer part is merged into the `block` axis when the strides allow it
-        (then kernel block `b * pieces + p` is piece `p` of block `b`), and stands
-        beside it as axis `sub` otherwise.
-        """
-        axis = self.axis(name)
-        if inner < 1 or axis.size % inner:
-            raise SpecError(f"axis {name!r} of size {axis.size} cannot be cut into {inner}s")
-        pieces = axis.size // inner
-        block = self.axis("block")
-        axes: list[Axis] = []
-        for a in self.axes:
-            if a is block and block.stride == pieces * inner * axis.stride:
-                axes.append(Axis("block", block.size * pieces, inner * axis.stride))
-            elif a is block:
-                axes += [block, Axis("sub", pieces, inner * axis.stride)]
-            elif a is axis:
-                axes.append(Axis(name, inner, axis.stride))
-            else:
-                axes.append(a)
-        return replace(self, axes=tuple(axes))
-
     def runs(self) -> tuple[Run, ...]:
         """The bytes of the view as the fewest runs, ascending. Meant for one block."""
         runs = [Run(self.offset, self.unit)]
@@ -130,4 +137,4 @@ class View:
                     for i in range(axis.size)
                     for r in runs
                 ]
-        return joined(runs)
+        return joined(runs) if len(runs) > 1 else tuple(runs)

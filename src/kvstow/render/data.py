@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstow import __version__
-from kvstow.plan.layout import Layout, PlacedGroup, Placement, page_runs, placed_sections
+from kvstow.plan.layout import Layout, Page, PlacedGroup, Placement, page_runs, placed_sections
 from kvstow.plan.retention import in_words
 from kvstow.plan.spec import LayerSpec
-from kvstow.plan.view import Ints
+from kvstow.plan.view import Ints, ceil_div
 from kvstow.render.page import page
 from kvstow.route.route import GroupPair, Route
 
 if TYPE_CHECKING:
     from kvstow.render.slab_history import SlabHistory
     from kvstow.simulate.replay import ReplaySample
-    from kvstow.simulate.report import ReplayReport
+    from kvstow.simulate.report import SimulationReport
 
 RESOLUTION = 2000
 """Copies whose gaps on both sides are shorter than this part of the picture are one band."""
@@ -53,13 +53,16 @@ class Index:
 
     names: dict[str, int] = field(default_factory=dict[str, int])
     kinds: dict[LayerSpec, int] = field(default_factory=dict[LayerSpec, int])
+    _seen: dict[LayerSpec, int] = field(default_factory=dict[LayerSpec, int])
 
     def name(self, layer: LayerSpec) -> int:
         return self.names.setdefault(layer.name, len(self.names))
 
     def kind(self, layer: LayerSpec) -> int:
         """Layers that differ in nothing but their names have one kind."""
-        return self.kinds.setdefault(replace(layer, name=""), len(self.kinds))
+        if layer not in self._seen:
+            self._seen[layer] = self.kinds.setdefault(replace(layer, name=""), len(self.kinds))
+        return self._seen[layer]
 
     def record(self) -> dict[str, Any]:
         """Names and kinds, in the order of their numbers."""
@@ -83,8 +86,8 @@ def _group(layout: Layout, g: int, rows: PlacedGroup, index: Index) -> dict[str,
     strips = layout.footprints[g].strips
     drawn = [
         part
-        for layer, place in zip(rows.group.layers, rows.placements, strict=True)
-        for part in _drawn_pages(layer, place)
+        for layer, page in zip(rows.group.layers, rows.placements, strict=True)
+        for part in _drawn_pages(layer, page)
     ]
     strides: dict[tuple[int, int, int], int] = {}
     stride_of = [
@@ -108,9 +111,9 @@ def _group(layout: Layout, g: int, rows: PlacedGroup, index: Index) -> dict[str,
     }
 
 
-def _drawn_pages(layer: LayerSpec, place: Placement) -> list[tuple[LayerSpec, Placement]]:
+def _drawn_pages(layer: LayerSpec, page: Page) -> list[tuple[LayerSpec, Placement]]:
     """The sections of a layer's pages, each called by its fields; the page, if it is one."""
-    parts = placed_sections(layer, place)
+    parts = placed_sections(layer, page)
     if len(parts) == 1:
         return list(parts)
     return [
@@ -168,11 +171,11 @@ def _record(
     pairs: Sequence[tuple[NamedRoute, GroupPair]], destination: Layout, g: int
 ) -> dict[str, Any]:
     tokens = max(sum(lanes.tokens for lanes in c.period) for _, c in pairs)
-    target = _Side(destination, g, -(-tokens // pairs[0][1].spans[1]))
+    target = _Side(destination, g, ceil_div(tokens, pairs[0][1].spans[1]))
     sources, bands = list[dict[str, Any]](), list[list[int]]()
     start = 0
     for way, pair in pairs:
-        side = _Side(pair.layouts[0], pair.groups[0], -(-tokens // pair.spans[0]))
+        side = _Side(pair.layouts[0], pair.groups[0], ceil_div(tokens, pair.spans[0]))
         bands += _bands(pair, side, target, len(sources), start)
         sources.append(
             {
@@ -184,7 +187,7 @@ def _record(
             }
         )
         start += side.nbytes
-    step = -(-len(bands) // MAX_BANDS)
+    step = ceil_div(len(bands), MAX_BANDS)
     return {
         "tokens": tokens,
         "block_tokens": destination.groups[g].group.block_tokens,
@@ -273,9 +276,7 @@ def _add(bands: list[list[int]], band: list[int], near: int, far: int) -> None:
 
 
 def simulation_page(
-    model: str,
-    trace: str,
-    reports: "Mapping[str, ReplayReport]",
+    report: "SimulationReport",
     histories: "Mapping[str, SlabHistory]",
     *,
     about: Mapping[str, Any],
@@ -286,24 +287,25 @@ def simulation_page(
     """
     data = {
         "kvstow": __version__,
-        "model": model,
-        "trace": trace,
+        "model": report.model,
+        "trace": report.trace,
         **about,
         "policies": {
             name: {
-                "figures": report.figures(),
-                "curves": _curves(report.samples),
+                "figures": replay.as_json(),
+                "curves": _curves(replay.samples),
                 "history": histories[name].record(),
             }
-            for name, report in reports.items()
+            for name, replay in report.policies.items()
         },
     }
-    return page(f"{model}: {trace} simulated", data, ("slabmap.js", "simulate.js"))
+    title = f"{report.model}: {report.trace} simulated"
+    return page(title, data, ("slabmap.js", "simulate.js"))
 
 
 def _curves(samples: "Sequence[ReplaySample]") -> dict[str, Any]:
     """Columns of numbers, by name; parts are of the bytes in use."""
-    some = samples[:: max(1, -(-len(samples) // MAX_SAMPLES))]
+    some = samples[:: max(1, ceil_div(len(samples), MAX_SAMPLES))]
     return {
         "seconds": [round(sample.seconds, 3) for sample in some],
         "requests": [sample.requests for sample in some],

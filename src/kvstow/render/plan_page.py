@@ -1,12 +1,12 @@
 """What the page of `kvstow plan` can be asked: the same model, planned many times over."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from kvstow import __version__
 from kvstow.errors import KvstowError
-from kvstow.plan.deployment import RankLayers
 from kvstow.plan.group import Group
 from kvstow.plan.layout import ORDERS, Layout, Order
 from kvstow.plan.pack import PACKINGS, Packing
@@ -17,6 +17,7 @@ from kvstow.plan.sizing.capacity import (
     max_tokens,
     request_bytes,
 )
+from kvstow.plan.sizing.plan import Plan, RankLayers
 from kvstow.plan.sizing.report import descriptors, padding_fractions, per_layer_figures
 from kvstow.render.data import Index, layout_record
 from kvstow.render.page import page
@@ -39,13 +40,23 @@ COMPARED: tuple[Order, ...] = ("BLHNC", "LBHNC")
 """The orders, one of either kind, in which every packing is planned."""
 
 
-def plan_page(held: RankLayers, layout: Layout, packing: Packing) -> str:
+Progress = Callable[[int, int], None]
+"""Told how many of how many variants are planned."""
+
+
+def plan_page(plan: Plan, progress: Progress = lambda done, total: None) -> str:
     """The page: this layout and its neighbours, drawn; a still picture without scripts."""
-    data = plan_data(held, layout.order, packing)
+    held, layout = plan.held, plan.layout
+    data = plan_data(held, layout.order, plan.deployment.packing, progress)
     return page(f"{layout.model}: KV cache layout", data, PLAN_SCRIPTS, still=layout_svg(layout))
 
 
-def plan_data(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any]:
+def plan_data(
+    held: RankLayers,
+    order: Order,
+    packing: Packing,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
     """Everything the page draws: what was asked for, and its neighbours.
 
     `tp` and tokens per block are varied together; `pp`, dtype and memory one at a time.
@@ -57,7 +68,9 @@ def plan_data(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any
     choices = _choices(order, packing)
     alike: dict[tuple[tuple[Group, ...], int | None], dict[str, Any]] = {}
     variants: list[dict[str, Any]] = []
-    for each in _variants(held):
+    tried = _variants(held)
+    for number, each in enumerate(tried):
+        progress(number, len(tried))
         key = each.groups, each.deployment.budget
         if key not in alike:
             alike[key] = {"planned": len(alike), **_planned_all(each, choices, index)}
@@ -160,7 +173,7 @@ def _planned(
     known: dict[object, dict[str, Any]],
 ) -> dict[str, Any]:
     try:
-        layout = held.layout(order, packing)
+        layout = held.changed(order=order, packing=packing).layout()
     except KvstowError as error:
         return {"error": str(error)}
     return {

@@ -104,16 +104,16 @@ def _pages_line(layout: Layout, group: int, ruler: "Ruler") -> str:
 
 def _page_marks(rows: PlacedGroup, base: int) -> "list[Mark]":
     return [
-        Mark(place.offset - base, short_name(layer), short_name(layer))
-        for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+        Mark(page[0].offset - base, short_name(layer), short_name(layer))
+        for layer, page in zip(rows.group.layers, rows.placements, strict=True)
     ]
 
 
 def _head_marks(rows: PlacedGroup, base: int) -> "list[Mark]":
     """Where each head begins: layers of equally many heads lie together."""
     first: dict[int, tuple[LayerSpec, int, int]] = {}
-    for layer, place in zip(rows.group.layers, rows.placements, strict=True):
-        first.setdefault(layer.heads.size, (layer, place.offset - base, place.head_stride))
+    for layer, page in zip(rows.group.layers, rows.placements, strict=True):
+        first.setdefault(layer.heads.size, (layer, page[0].offset - base, page[0].head_stride))
     marks = [
         Mark(offset + head * stride, f"H{head}", f"H{head}")
         for layer, offset, stride in first.values()

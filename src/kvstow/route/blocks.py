@@ -8,8 +8,8 @@ import numpy.typing as npt
 from kvstow.errors import BlockError, RouteError, SpecError
 from kvstow.plan.group import Group
 from kvstow.plan.layout import NULL_SLABS, Layout
-from kvstow.plan.retention import Encoder, State, seen_tokens
-from kvstow.plan.view import Ints
+from kvstow.plan.retention import Encoder, State, first_seen_token
+from kvstow.plan.view import Ints, ceil_div
 
 FEW = 8
 """So many blocks are named in an error."""
@@ -85,13 +85,11 @@ class Tokens:
             case _:
                 return self
 
-    def needed(self, group: Group) -> tuple["Tokens", ...]:
+    def needed(self, group: Group) -> "Tokens":
         """Those of the group's tokens that the next token will look at."""
         if isinstance(group.retention, State | Encoder):
-            return (self.of(group),)
-        sinks, rest = seen_tokens(group.retention, self.end)
-        seen = (Tokens(max(self.first, part.start), part.stop) for part in (rest, sinks))
-        return tuple(part for part in seen if part.first < part.end) or (Tokens(0, 0),)
+            return self.of(group)
+        return Tokens(max(self.first, first_seen_token(group.retention, self.end)), self.end)
 
 
 def block_span(group: Group) -> int:
@@ -124,16 +122,14 @@ def check_held(group: Group, blocks: Blocks, tokens: Tokens, side: str) -> None:
 
     `tokens` are the request's; `group` says which of them the token after the last looks at.
     """
-    span = block_span(group)
-    for needed in tokens.needed(group):
-        if needed.first >= needed.end:
-            continue
-        first, end = needed.first // span, -(-needed.end // span)
-        listed = blocks.between(first, end)
-        if listed.stop - listed.start == end - first:
-            continue
+    span, needed = block_span(group), tokens.needed(group)
+    if needed.first >= needed.end:
+        return
+    first, end = needed.first // span, ceil_div(needed.end, span)
+    listed = blocks.between(first, end)
+    count = end - first - (listed.stop - listed.start)
+    if count:
         missing = first_missing(blocks.index[listed], first, end)
-        count = end - first - (listed.stop - listed.start)
         lacking = (
             f"{side} group {group.name!r}: no block is listed for logical blocks "
             f"{_few(missing, count)} "

@@ -11,7 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from kvstow.plan.view import Ints
+from kvstow.plan.retention import Bools
+from kvstow.plan.view import Ints, ceil_div
 
 Side = Literal["source", "destination"]
 
@@ -50,7 +51,7 @@ class Copies:
         """Copies `[start, stop)`, as views."""
         return self.take(slice(start, stop))
 
-    def take(self, which: slice | Ints) -> "Copies":
+    def take(self, which: slice | Ints | Bools) -> "Copies":
         """Some of the copies, in that order."""
         return Copies(self.source[which], self.destination[which], self.nbytes[which])
 
@@ -101,17 +102,11 @@ def merged(copies: Copies, *, by: Side = "destination") -> Copies:
     return Copies(copies.source[first], copies.destination[first], nbytes)
 
 
-def num_stretches(copies: Copies) -> int:
-    """How many stretches of the destination the copies fill; so few are they if what they bring
-    lies in that order too."""
-    return len(merged(Copies(copies.destination, copies.destination, copies.nbytes)))
-
-
 def cut(copies: Copies, most: int) -> Copies:
     """The same copies in pieces of at most `most` bytes each."""
     if not (copies.nbytes > most).any():
         return copies
-    counts = -(-copies.nbytes // most)
+    counts = ceil_div(copies.nbytes, most)
     whole = copies.take(np.repeat(np.arange(len(counts)), counts))
     number = np.arange(len(whole)) - np.repeat(counts.cumsum() - counts, counts)
     start = number * most
@@ -130,7 +125,7 @@ def chunks(copies: Copies, nbytes: int) -> list[Copies]:
         return []
     if total <= nbytes:
         return [copies]
-    even = -(-total // -(-total // nbytes))
+    even = ceil_div(total, ceil_div(total, nbytes))
     copies = cut(copies, even)
     number = (copies.nbytes.cumsum() - copies.nbytes) // even
     ends = (np.flatnonzero(number[1:] != number[:-1]) + 1).tolist()

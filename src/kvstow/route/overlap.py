@@ -115,6 +115,17 @@ def shared(
             contents.setdefault(heads, []).extend(
                 Span(start_s + s // 8, start_d + d // 8, size // 8) for s, d, size in spans
             )
+    whole = {sum(field.nbytes for field in spec.fields) for spec in (source, destination)}
     return tuple(
-        Shared(heads, abutting(spans)) for heads, spans in contents.items() if heads and spans
+        Shared(heads, (Span(0, 0, source.cell_bytes),) if _are(whole, spans) else abutting(spans))
+        for heads, spans in contents.items()
+        if heads and spans
+    )
+
+
+def _are(whole: set[int], spans: Sequence[Span]) -> bool:
+    """Whether these are all bytes of a cell on both sides, in the same places: cells that are
+    equal inside travel whole, padding between fields included."""
+    return whole == {sum(span.size for span in spans)} and all(
+        span.source == span.destination for span in spans
     )

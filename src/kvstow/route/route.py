@@ -7,8 +7,8 @@ Compiled once per pair of peers, in a time that does not depend on the number of
       blocks of a request └───▶ copies(…): byte offsets on both sides, and lengths
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import product
 from math import lcm
@@ -17,15 +17,14 @@ import numpy as np
 
 from kvstow.errors import RouteError
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout, Placement, placed_sections
+from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
-from kvstow.plan.spec import LayerSpec
-from kvstow.plan.view import Ints
+from kvstow.plan.view import ceil_div
 from kvstow.route.blocks import Blocks, Tokens, block_span, check_held, check_ids
 from kvstow.route.compare import differences
-from kvstow.route.copies import Copies, joined
-from kvstow.route.expand import EqualRows, block_pairs, cut_tokens, expanded
-from kvstow.route.lanes import Lanes, LayerSet, Overlap, free_bytes, lanes, state_tokens
+from kvstow.route.copies import Copies, joined, merged
+from kvstow.route.expand import block_pairs, cut_tokens, expanded
+from kvstow.route.lanes import Lanes, LayerSet, Overlap, Rows, lanes, state_tokens
 from kvstow.route.overlap import Box, shared
 
 Claims = Mapping[str, Mapping[str, Sequence[Box]]]
@@ -56,17 +55,11 @@ class GroupPair:
         """Tokens per block on either side."""
         return block_span(self.source), block_span(self.destination)
 
-    @property
-    def last_ids(self) -> tuple[int, int]:
-        """The last block of either group."""
-        (source, destination), (s_group, d_group) = self.layouts, self.groups
-        return source.num_blocks(s_group) - 1, destination.num_blocks(d_group) - 1
-
     @cached_property
     def lanes(self) -> Callable[[Overlap], Lanes]:
         """The copies of a kind of block pair; computed once for each kind."""
-        free = [free_bytes(*side) for side in zip(self.layouts, self.groups, strict=True)]
-        return lru_cache(MOST_KINDS)(partial(lanes, self.layer_sets, *free))
+        rows = map(Rows.of, self.layouts, self.groups)
+        return lru_cache(MOST_KINDS)(partial(lanes, self.layer_sets, *rows))
 
     @cached_property
     def period(self) -> tuple[Lanes, ...]:
@@ -76,16 +69,11 @@ class GroupPair:
         whole = Tokens(0, lcm(s_span, d_span))
         start, end = cut_tokens(whole, s_span, d_span)
         return tuple(
-            self.lanes(Overlap(first % s_span, first % d_span, end - first, s_span, d_span))
+            self.lanes(Overlap(first % s_span, first % d_span, end - first))
             for first, end in zip(start.tolist(), end.tolist(), strict=True)
         )
 
-    @cached_property
-    def equal_rows(self) -> EqualRows | None:
-        """The rows that are copied whole, if both sides have the same ones."""
-        return EqualRows.of(self.lanes, self.spans, self.last_ids)
-
-    def copies(self, source: Blocks, destination: Blocks, tokens: Tokens, *, exact: bool) -> Copies:
+    def copies(self, source: Blocks, destination: Blocks, tokens: Tokens) -> Copies:
         """The copies of one request in these two groups, by destination."""
         check_ids(self.layouts[0], self.groups[0], source, "source")
         check_ids(self.layouts[1], self.groups[1], destination, "destination")
@@ -93,22 +81,18 @@ class GroupPair:
             return Copies.none()
         check_held(self.source, source, tokens, "source")
         check_held(self.destination, destination, tokens, "destination")
-        mine, rows = tokens.of(self.destination), self.equal_rows
-        if mine.first >= mine.end or not len(source):
+        brought = tokens.of(self.destination)
+        if brought.first >= brought.end or not len(source):
             return Copies.none()
-        if rows is not None:
-            found = rows.copies(source, destination, mine, exact=exact)
-            if found is not None:
-                return found
-        pairs = block_pairs(source, destination, mine, self.spans, self.last_ids, exact=exact)
-        return expanded(pairs, [self.lanes(overlap) for overlap in pairs.overlaps])
+        pairs = block_pairs(source, destination, brought, self.spans)
+        return merged(joined([expanded(each, self.lanes(each.overlap)) for each in pairs]))
 
     def filled(self, source: Blocks, destination: Blocks, tokens: Tokens) -> Bools:
         """Which blocks of the destination get all that they have of the tokens."""
         mine, (s_span, d_span) = tokens.of(self.destination), self.spans
         first = np.maximum(d_span * destination.index, mine.first)
         end = np.minimum(d_span * (destination.index + 1), mine.end)
-        first, end = first // s_span, -(-end // s_span)  # in blocks of the source
+        first, end = first // s_span, ceil_div(end, s_span)  # in blocks of the source
         listed = np.searchsorted(source.index, end) - np.searchsorted(source.index, first)
         return listed >= end - first
 
@@ -132,7 +116,6 @@ class Route:
         destination: Mapping[int, Blocks],
         num_tokens: int,
         *,
-        exact: bool = False,
         start_token: int = 0,
     ) -> Copies:
         """The copies that bring tokens `[start_token, num_tokens)` of a request across.
@@ -142,16 +125,16 @@ class Route:
         them lacks a block of these tokens that the next token needs; a destination that lists
         none at all wants nothing of the group.
 
-        A copy stays inside one group; it runs over padding of the request's own rows and
-        over slots from `num_tokens` on where that joins two copies, with `exact` over padding
-        only. Recurrent and encoder groups are brought whole, whatever `start_token` is.
+        A copy stays inside one group. It runs over padding of the request's own rows, and the
+        last tokens travel with the slots behind them in their blocks. Recurrent and encoder
+        groups are brought whole, whatever `start_token` is.
         """
         if not 0 <= start_token <= num_tokens:
             raise RouteError((f"tokens [{start_token}, {num_tokens}) are no interval from 0 on",))
         self._check_listed(source, destination)
         tokens = Tokens(start_token, num_tokens)
         found = [
-            pair.copies(source[pair.groups[0]], destination[pair.groups[1]], tokens, exact=exact)
+            pair.copies(source[pair.groups[0]], destination[pair.groups[1]], tokens)
             for pair in self.pairs
         ]
         return joined(found)
@@ -192,7 +175,7 @@ class Route:
             raise RouteError(tuple(dict.fromkeys(missing)))
 
 
-def route(source: Layout, destination: Layout, *, claims: Claims | None = None) -> Route:
+def plan_route(source: Layout, destination: Layout, *, claims: Claims | None = None) -> Route:
     """How bytes of `source` reach their places in `destination`.
 
     Carries what both sides hold; with `claims`, only that part of it. Refuses layouts of
@@ -206,17 +189,19 @@ def route(source: Layout, destination: Layout, *, claims: Claims | None = None) 
     found = differences(source, destination)
     if found:
         raise RouteError(found)
-    members: dict[tuple[int, int], list[str]] = {}
-    for name, (group, _, _) in destination.layers.items():
-        if name in source.layers and (claims is None or name in claims):
-            members.setdefault((source.layers[name][0], group), []).append(name)
+    names = destination.layers if claims is None else claims
+    members = {
+        (source.layers[name][0], destination.layers[name][0])
+        for name in names
+        if name in source.layers and name in destination.layers
+    }
     pairs = (
         GroupPair(
             layouts=(source, destination),
             groups=groups,
-            layer_sets=_layer_sets(source, destination, names, claims),
+            layer_sets=tuple(_layer_sets(source, destination, groups, claims)),
         )
-        for groups, names in sorted(members.items())
+        for groups in sorted(members)
     )
     return Route(
         source=source,
@@ -226,40 +211,28 @@ def route(source: Layout, destination: Layout, *, claims: Claims | None = None) 
 
 
 def _layer_sets(
-    source: Layout, destination: Layout, names: Sequence[str], claims: Claims | None
-) -> tuple[LayerSet, ...]:
-    """The layers, those alike in everything but their offsets together."""
-    alike: dict[tuple[object, ...], list[str]] = {}
-    for name in names:
-        mine = () if claims is None else claims[name].items()
-        claimed = tuple((field, *boxes) for field, boxes in mine)
-        key = (_alike(*source.layers[name][1:]), _alike(*destination.layers[name][1:]), claimed)
-        alike.setdefault(key, []).append(name)
-    found: list[LayerSet] = []
-    for members in alike.values():
-        mine = None if claims is None else claims[members[0]]
-        here = placed_sections(*source.layers[members[0]][1:])
-        there = placed_sections(*destination.layers[members[0]][1:])
-        for (s, (s_spec, s_place)), (d, (d_spec, d_place)) in product(
-            enumerate(here), enumerate(there)
-        ):
-            found.append(
-                LayerSet(
-                    source_offsets=_offsets(source, members, s),
-                    destination_offsets=_offsets(destination, members, d),
-                    source=s_place,
-                    destination=d_place,
-                    shared=shared(s_spec, d_spec, mine),
-                    state_tokens=state_tokens(d_spec),
+    source: Layout, destination: Layout, groups: tuple[int, int], claims: Claims | None
+) -> Iterator[LayerSet]:
+    """What two groups have in common, layers alike on both sides together."""
+    sets = source.page_sets[groups[0]], destination.page_sets[groups[1]]
+    for here, there in product(*sets):
+        places = dict(zip(here.layers, here.offsets, strict=True))
+        by_claim: dict[object, list[tuple[str, int, int]]] = {}
+        for name, offset in zip(there.layers, there.offsets, strict=True):
+            if name in places and (claims is None or name in claims):
+                boxes = () if claims is None else claims[name].items()
+                key = tuple((field, *claimed) for field, claimed in boxes)
+                by_claim.setdefault(key, []).append((name, places[name], offset))
+        for members in by_claim.values():
+            name = members[0][0]
+            held = shared(here.spec, there.spec, None if claims is None else claims[name])
+            if held:
+                offsets = np.array([places for _, *places in members], np.int64)
+                yield LayerSet(
+                    source_offsets=offsets[:, 0],
+                    destination_offsets=offsets[:, 1],
+                    source=here.place,
+                    destination=there.place,
+                    shared=held,
+                    state_tokens=state_tokens(there.spec),
                 )
-            )
-    return tuple(layers for layers in found if layers.shared)
-
-
-def _alike(spec: LayerSpec, place: Placement) -> tuple[object, ...]:
-    return (spec.heads, spec.fields, spec.states, replace(place, offset=0))
-
-
-def _offsets(layout: Layout, names: Sequence[str], section: int) -> Ints:
-    places = (layout.layers[name][2].sections[section] for name in names)
-    return np.array([place.offset for place in places], np.int64)

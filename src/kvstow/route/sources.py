@@ -18,7 +18,7 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.spec import Extent, LayerSpec
 from kvstow.route.compare import differences
 from kvstow.route.overlap import Box, Interval
-from kvstow.route.route import Claims, Route, route
+from kvstow.route.route import Claims, Route, plan_route
 
 Holders = tuple[int, ...]
 """Indices of the layouts that hold something, ascending."""
@@ -70,7 +70,7 @@ def sources(
         layer.setdefault(piece.field, []).append(piece.box)
     return tuple(
         SourceRoute(
-            index=i, route=route(layouts[i], destination, claims=claims[i]), claims=claims[i]
+            index=i, route=plan_route(layouts[i], destination, claims=claims[i]), claims=claims[i]
         )
         for i in sorted(claims)
     )

@@ -2,11 +2,9 @@
 
 trace    TraceRequest: requests by time of arrival, read from a file or synthetic
 replay   Replay: a trace on a ledger, step by step, and the bytes that it wastes
-report   ReplayReport: what a replay says about a policy
-profile  Profile: an engine's measured rates
+report   SimulationReport, and a ReplayReport for every policy: times, hits, memory
 """
 
-from kvstow.simulate.profile import Profile, read_profile
 from kvstow.simulate.replay import (
     POLICIES,
     Pace,
@@ -16,7 +14,7 @@ from kvstow.simulate.replay import (
     ReplaySample,
     layout_of,
 )
-from kvstow.simulate.report import ReplayReport
+from kvstow.simulate.report import ReplayReport, SimulationReport
 from kvstow.simulate.trace import MIXES, TraceRequest, read_trace, synthetic, write_trace
 
 __all__ = [
@@ -24,14 +22,13 @@ __all__ = [
     "POLICIES",
     "Pace",
     "PackingPolicy",
-    "Profile",
     "Replay",
     "ReplayRecord",
     "ReplayReport",
     "ReplaySample",
+    "SimulationReport",
     "TraceRequest",
     "layout_of",
-    "read_profile",
     "read_trace",
     "synthetic",
     "write_trace",

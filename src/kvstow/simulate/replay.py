@@ -13,6 +13,7 @@ Prompt tokens that were found cached take no time. A request's first token is th
 of the step that computes the last of its prompt.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,13 @@ import numpy as np
 
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
-from kvstow.blocks.runs import num_runs
+from kvstow.blocks.rows import num_runs
 from kvstow.errors import OutOfBlocks, TraceError
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import ANYWHERE, Site, packed, union
 from kvstow.plan.retention import Encoder, State
+from kvstow.plan.view import ceil_div
 from kvstow.simulate.trace import TraceRequest, output_of, prompt_of
 
 # ── layouts ─────────────────────────────────────────────────────────────────────────────
@@ -140,7 +142,7 @@ class Pace:
     """
 
     step_seconds: float = 0.025
-    prefill_rate: float = float("inf")
+    prefill_rate: float = 10_000.0
     decode_rate: float = float("inf")
     prefill_tokens: int = 16_384
     chunk_tokens: int = 2_048
@@ -155,6 +157,15 @@ class Pace:
             number = getattr(self, name)
             if type(number) is not int or number < 1:
                 raise TraceError(f"{name} is {number!r}, not a whole number from 1 on")
+
+    def __str__(self) -> str:
+        """How long a step takes, as a sentence."""
+        text = f"A step takes {self.step_seconds * 1e3:g} ms"
+        if self.decode_rate < float("inf"):
+            text += f", or the time for its decoded tokens at {self.decode_rate:,g} per second"
+        if self.prefill_rate < float("inf"):
+            text += f"; prompt tokens take theirs at {self.prefill_rate:,g} per second"
+        return f"{text}."
 
     def seconds(self, *, decoded: int, prefilled: int) -> float:
         """How long a step of so many decoded and prompt tokens takes."""
@@ -226,6 +237,7 @@ class Replay:
         self.record = ReplayRecord()
         self._worded = shared
         self._waiting = deque(WaitingRequest(i, r, r.prompt_tokens) for i, r in enumerate(trace))
+        self._arrivals = [request.arrival for request in trace]
         self._running: list[RunningRequest] = []
         self._meter = WasteMeter(layout)
         self._step = 0
@@ -413,17 +425,18 @@ class Replay:
         for g, part in self.ledger.blocks(handle).items():
             self.record.rows += len(part)
             self.record.runs += num_runs(np.sort(part.ids))
-            self.record.fewest_runs += -(-len(part) // self.layout.groups[g].rows_per_slab)
+            self.record.fewest_runs += ceil_div(len(part), self.layout.groups[g].rows_per_slab)
         self.record.admitted += 1
 
     def _sample(self) -> None:
         pool = self.ledger.pool
+        arrived = bisect_right(self._arrivals, self.seconds)
         cached = sum(pool.num_cached(g) * n for g, n in enumerate(self._strides))
         self.record.samples.append(
             ReplaySample(
                 self.seconds,
                 len(self._running),
-                len(self._waiting),
+                arrived - self.record.completed - len(self._running),
                 self._meter.read(self.ledger),
                 cached,
             )

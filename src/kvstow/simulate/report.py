@@ -1,10 +1,15 @@
-"""ReplayReport: what a replay says about a policy, as numbers with stable names."""
+"""What a simulation says: times, hits and memory of a trace, for one or several policies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import cast
+from textwrap import wrap
+from typing import Any, cast
 
-from kvstow.simulate.replay import ReplayRecord, ReplaySample, shares
+from kvstow.plan.view import ceil_div
+from kvstow.plan.words import counted, human
+from kvstow.simulate.replay import Pace, ReplayRecord, ReplaySample, shares
+
+ASSUMED = " These rates are assumed: give those of your engine."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +30,8 @@ class ReplayReport:
     output_tokens_per_second: float
     first_token_seconds: Mapping[str, float]
     token_seconds: Mapping[str, float]
+    waiting: float
+    """Part of the time in which requests waited for memory or for their prompts' turn."""
     samples: Sequence[ReplaySample]
 
     @staticmethod
@@ -45,13 +52,80 @@ class ReplayReport:
             output_tokens_per_second=record.output_tokens / max(record.seconds, 1e-9),
             first_token_seconds=spread(record.first_token_seconds),
             token_seconds=spread(record.token_seconds),
+            waiting=sum(s.waiting > 0 for s in record.samples) / max(1, len(record.samples)),
             samples=tuple(record.samples),
         )
 
-    def figures(self) -> dict[str, object]:
-        """Everything but the samples, ready for JSON."""
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the samples."""
         names = [field.name for field in fields(self) if field.name != "samples"]
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationReport:
+    """A trace of requests on one arena, under one or several packing policies."""
+
+    model: str
+    trace: str
+    num_requests: int
+    rate: float
+    """Requests per second; infinite where all come at once."""
+    pace: Pace
+    policies: Mapping[str, ReplayReport]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "trace": self.trace,
+            "requests": self.num_requests,
+            "policies": {name: report.as_json() for name, report in self.policies.items()},
+        }
+
+    def __str__(self) -> str:
+        when = "all at once" if self.rate == float("inf") else f"{self.rate:.3g} per second"
+        head = f"{self.model}: {counted(self.num_requests, 'request')} of {self.trace}, {when}"
+        lines = [(name, *map(of, self.policies.values())) for name, of in _LINES.items()]
+        widths = [
+            max(map(len, column)) for column in zip(("", *self.policies), *lines, strict=True)
+        ]
+        rows = [_row(line, widths) for line in (("", *self.policies), *lines)]
+        pace = f"{self.pace}{ASSUMED if self.pace == Pace() else ''}"
+        return "\n".join([head, "", *rows, "", *wrap(pace, 80)])
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    figures = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+    return "   ".join([cells[0].ljust(widths[0]), *figures])
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{1e3 * value:,.0f} ms" if value else "–"
+
+
+_LINES: dict[str, Callable[[ReplayReport], str]] = {
+    "first token after, median": lambda r: _milliseconds(r.first_token_seconds["p50"]),
+    "first token after, 95 of 100": lambda r: _milliseconds(r.first_token_seconds["p95"]),
+    "time per output token, mean": lambda r: _milliseconds(r.token_seconds["mean"]),
+    "output tokens per second": lambda r: f"{r.output_tokens_per_second:,.0f}",
+    "prompt tokens found cached": lambda r: _percent(r.hit_rate),
+    "time in which requests waited": lambda r: _percent(r.waiting),
+    "requests at once, mean": lambda r: f"{r.mean_requests:,.1f}",
+    "requests at once, peak": lambda r: f"{r.peak_requests:,}",
+    "completed": lambda r: f"{r.completed:,}",
+    "preemptions": lambda r: f"{r.preemptions:,}",
+    "simulated seconds": lambda r: f"{r.seconds:,.1f}",
+    "bytes in use, mean": lambda r: human(round(r.mean_bytes_in_use)),
+    "  padding": lambda r: _percent(r.waste["padding"]),
+    "  slab fragmentation": lambda r: _percent(r.waste["fragmentation"]),
+    "  block rounding": lambda r: _percent(r.waste["rounding"]),
+    "rows per run": lambda r: f"{r.mean_run_rows:.1f}",
+    "runs per request": lambda r: f"{r.runs_per_request:.1f}",
+}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -63,7 +137,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {
         "mean": sum(ordered) / len(ordered),
         "p50": ordered[last // 2],
-        "p95": ordered[-(-95 * last // 100)],
+        "p95": ordered[ceil_div(95 * last, 100)],
     }
 
 

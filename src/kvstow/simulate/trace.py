@@ -16,7 +16,7 @@ Two public formats are read as well, and known by their first line:
                2023-11-16 18:15:46.68,700,250
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from hashlib import blake2b
 from itertools import islice
@@ -28,7 +28,7 @@ import numpy as np
 
 from kvstow.blocks.prompt import Prompt, Tokens
 from kvstow.errors import TraceError
-from kvstow.plan.retention import MAX_TOKENS
+from kvstow.plan.view import MAX_TOKENS
 
 MAX_SECONDS = 1e12
 MAX_REQUESTS = 10_000_000
@@ -196,28 +196,47 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 # ── synthetic traces ────────────────────────────────────────────────────────────────────
 
-Mix = Literal["chat", "document", "agent"]
+Mix = Literal["chat", "document", "agent", "single"]
 MIXES: tuple[Mix, ...] = get_args(Mix)
 Arrivals = Iterator[float]
 
 
+MAX_TURNS = 24
+PAUSE_SECONDS = 20
+"""From one turn of a conversation to the next, on average."""
+
+
 def synthetic(mix: str, *, num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
     """`num_requests` requests of a mix, arriving at `rate` per second on average; all at
-    once where the rate is infinite."""
-    kinds: dict[str, Callable[[np.random.Generator, Arrivals], Iterator[TraceRequest]]] = {
-        "chat": _chat,
-        "document": _documents,
-        "agent": _agents,
-    }
-    if mix not in kinds:
-        raise TraceError(f"no mix {mix!r}; there are {', '.join(kinds)}")
+    once where the rate is infinite.
+
+    chat        conversations of about 4 turns on one of 8 system prompts of about 800 tokens
+    agent       tasks of about 12 turns on one of 4 tool descriptions of about 3,000 tokens
+    document    long prompts, short answers; one in three asks again about a recent document
+    single      prompts around 700 tokens, answers around 250; nothing shared
+    """
+    if mix not in MIXES:
+        raise TraceError(f"no mix {mix!r}; there are {', '.join(MIXES)}")
     if not 1 <= num_requests <= MAX_REQUESTS or not rate > 0:
         raise TraceError(
             f"{num_requests} requests at {rate} per second make no trace\n\n"
             f"hint: 1 to {MAX_REQUESTS} requests, at more than 0 per second"
         )
     rng = np.random.default_rng(seed)
-    return list(islice(kinds[mix](rng, _arrivals(rng, rate)), num_requests))
+    arrivals = _arrivals(rng, rate)
+    num_open = 64 if rate == float("inf") else max(8, round(PAUSE_SECONDS * rate))
+    match mix:
+        case "chat":
+            systems = [(f"system-{i}", _length(rng, 800, 0.5, 4_000)) for i in range(8)]
+            requests = _conversations(rng, arrivals, systems, num_open, (120, 250), num_turns=4)
+        case "agent":
+            tools = [(f"tools-{i}", _length(rng, 3_000, 0.4, 8_000)) for i in range(4)]
+            requests = _conversations(rng, arrivals, tools, num_open, (300, 120), num_turns=12)
+        case "document":
+            requests = _documents(rng, arrivals)
+        case "single":
+            requests = _single(rng, arrivals)
+    return list(islice(requests, num_requests))
 
 
 def _arrivals(rng: np.random.Generator, rate: float) -> Arrivals:
@@ -227,18 +246,18 @@ def _arrivals(rng: np.random.Generator, rate: float) -> Arrivals:
         now += float(rng.exponential(1 / rate)) if rate < float("inf") else 0.0
 
 
-def _lengths(rng: np.random.Generator, median: float, spread: float, most: int) -> int:
+def _length(rng: np.random.Generator, median: float, spread: float, most: int) -> int:
     length = median * float(np.exp(spread * rng.standard_normal()))
     return max(1, min(most, int(length)))
 
 
-def _chat(rng: np.random.Generator, arrivals: Arrivals) -> Iterator[TraceRequest]:
+def _single(rng: np.random.Generator, arrivals: Arrivals) -> Iterator[TraceRequest]:
     """Prompts around 700 tokens, answers around 250; nothing shared."""
     for arrival in arrivals:
         yield TraceRequest(
             arrival=arrival,
-            prompt_tokens=_lengths(rng, 700, 0.8, 16_384),
-            output_tokens=_lengths(rng, 250, 0.6, 4_096),
+            prompt_tokens=_length(rng, 700, 0.8, 16_384),
+            output_tokens=_length(rng, 250, 0.6, 4_096),
         )
 
 
@@ -249,40 +268,45 @@ def _documents(rng: np.random.Generator, arrivals: Arrivals) -> Iterator[TraceRe
         if recent and rng.random() < 1 / 3:
             document = recent[int(rng.integers(len(recent)))]
         else:
-            document = (f"document-{number}", _lengths(rng, 16_000, 0.7, 120_000))
+            document = (f"document-{number}", _length(rng, 16_000, 0.7, 120_000))
             recent = [*recent[-15:], document]
         yield TraceRequest(
             arrival=arrival,
-            prompt_tokens=document[1] + _lengths(rng, 60, 0.6, 1_000),
-            output_tokens=_lengths(rng, 200, 0.6, 2_000),
+            prompt_tokens=document[1] + _length(rng, 60, 0.6, 1_000),
+            output_tokens=_length(rng, 200, 0.6, 2_000),
             prefixes=(document,),
         )
 
 
-def _agents(rng: np.random.Generator, arrivals: Arrivals) -> Iterator[TraceRequest]:
-    """Many tasks on one of few tool descriptions; every turn repeats all before it."""
-    tools = [(f"tools-{i}", _lengths(rng, 3_000, 0.4, 8_000)) for i in range(4)]
-    tasks: list[tuple[tuple[str, int], ...]] = []
+def _conversations(
+    rng: np.random.Generator,
+    arrivals: Arrivals,
+    beginnings: Sequence[tuple[str, int]],
+    num_open: int,
+    medians: tuple[int, int],
+    *,
+    num_turns: int,
+) -> Iterator[TraceRequest]:
+    """Each request is the next turn of one of `num_open` conversations, and repeats all before it.
+    After a turn, one conversation in `num_turns` is over and another begins in its place.
+    `medians` are the tokens of a question and of an answer."""
+    histories: dict[int, tuple[tuple[str, int], ...]] = {}
     for number, arrival in enumerate(arrivals):
-        if len(tasks) > 8 and rng.random() < 0.8:
-            which = int(rng.integers(len(tasks)))
-            history = tasks[which]
-        else:
-            which = len(tasks)
-            history = (tools[int(rng.integers(len(tools)))],)
-            tasks.append(history)
-        turn = _lengths(rng, 300, 0.8, 4_000)
-        output = _lengths(rng, 120, 0.7, 1_500)
+        which = int(rng.integers(num_open))
+        first = beginnings[int(rng.integers(len(beginnings)))]
+        history = histories.get(which, (first,))
+        question = (f"turn-{number}", _length(rng, medians[0], 0.8, 4_000))
+        answer = (f"answer-{number}", _length(rng, medians[1], 0.6, 4_000))
         yield TraceRequest(
             arrival=arrival,
-            prompt_tokens=sum(tokens for _, tokens in history) + turn,
-            output_tokens=output,
-            prefixes=(*history, (f"turn-{number}", turn)),
-            output=f"answer-{number}",
+            prompt_tokens=sum(tokens for _, tokens in (*history, question)),
+            output_tokens=answer[1],
+            prefixes=(*history, question),
+            output=answer[0],
         )
-        tasks[which] = (*history, (f"turn-{number}", turn), (f"answer-{number}", output))
-        if len(history) > 24:
-            del tasks[which]
+        histories[which] = (*history, question, answer)
+        if rng.random() < 1 / num_turns or len(history) > 2 * MAX_TURNS:
+            del histories[which]
 
 
 # ── tokens ──────────────────────────────────────────────────────────────────────────────

@@ -24,6 +24,7 @@ from kvstow.memory.arena import POISON, Arena
 from kvstow.memory.dtypes import TORCH_TYPES
 from kvstow.plan.layout import Layout
 from kvstow.plan.spec import DType
+from kvstow.plan.view import ceil_div
 from kvstow.testing.strides import (
     TOLERANCE,
     check_callable,
@@ -267,10 +268,10 @@ def requests(rng: np.random.Generator, num_blocks: int, states: int) -> Requests
     ids = rng.permutation(np.arange(1, num_blocks))
     lengths: Lengths = []
     used = 0
-    width = max(1, *(-(-length // states) for length in wished))
+    width = max(1, *(ceil_div(length, states) for length in wished))
     table = np.zeros((len(wished), width), np.int64)
     for length in wished:
-        count = -(-length // states)
+        count = ceil_div(length, states)
         if length < 1 or used + count > len(ids):
             continue
         table[len(lengths), :count] = ids[used : used + count]
@@ -332,7 +333,7 @@ def _written(
         content = torch.as_tensor(rng.standard_normal((len(lengths), max(lengths), heads, dim)))
         content = content.to(view.dtype)
         for i, length in enumerate(lengths):
-            for logical in range(-(-length // states)):
+            for logical in range(ceil_div(length, states)):
                 start = logical * states
                 page = torch.full((states, heads, dim), 100.0 * tail).to(view.dtype)
                 filled = min(states, length - start)

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -14,6 +15,7 @@ from threading import Lock
 import numpy as np
 
 from kvstow.offload.disk.files import BLOCK, Bytes, Files, aligned, behind
+from kvstow.plan.view import align_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,61 +43,40 @@ class Flips:
 Fault = Fails | Tears | Flips
 
 
-@dataclass(slots=True)
-class _Write:
-    path: Path
-    offset: int
-    before: Bytes
-
-
 class Unsynced:
-    """What a power cut may take back: writes, lengths and names since they were last synced.
+    """What a power cut may take back: bytes and names since they were last synced.
 
     Several `FaultyFiles` may share one, as processes share a disk.
     """
 
     def __init__(self) -> None:
-        self._writes: list[_Write] = []
-        self._lengths: dict[Path, int] = {}
-        self._made: set[Path] = set()
-        self._removed: dict[Path, bytes] = {}
+        self._written: dict[int, int] = {}
+        """Files by inode that are not on the medium, and how long they are."""
+        self._names: list[tuple[str, int | None, bytes]] = []
+        """Names that have changed, and what they stood for before: an inode and its bytes."""
         self._lock = Lock()
 
-    def written(self, path: Path, offset: int, before: Bytes) -> None:
-        """Bytes were written where these were before."""
+    def written(self, path: str) -> None:
+        """A file has new bytes."""
+        facts = os.stat(path)
         with self._lock:
-            self._writes.append(_Write(path, offset, before))
+            self._written[facts.st_ino] = facts.st_size
 
-    def lengthened(self, path: Path, before: int) -> None:
-        """A file has become longer than it was before."""
-        with self._lock:
-            self._lengths.setdefault(path, before)
+    def renamed(self, path: str) -> None:
+        """A name is about to stand for something else, or for nothing."""
+        with suppress(OSError), self._lock:
+            number = os.stat(path).st_ino if os.path.exists(path) else None
+            self._names.append((path, number, Path(path).read_bytes() if number else b""))
 
-    def made(self, path: Path) -> None:
-        """A file has a new name in its directory."""
+    def synced(self, paths: Sequence[str]) -> None:
+        """What was written to one file, or with several to any, is on the medium; of one file
+        that is not said of its name."""
         with self._lock:
-            self._made.add(path)
-
-    def removed(self, path: Path, content: bytes) -> None:
-        """A file with this content has lost its name."""
-        self.synced(path)
-        with self._lock:
-            if path in self._made:  # there was no such file on the medium
-                self._made.discard(path)
+            if len(paths) == 1:
+                self._written.pop(os.stat(paths[0]).st_ino, None)
             else:
-                self._removed.setdefault(path, content)
-
-    def synced(self, path: Path) -> None:
-        """What the file holds is on the medium."""
-        with self._lock:
-            self._writes = [write for write in self._writes if write.path != path]
-            self._lengths.pop(path, None)
-
-    def names_synced(self, directory: Path) -> None:
-        """Names in the directory are on the medium."""
-        with self._lock:
-            self._made = {path for path in self._made if path.parent != directory}
-            self._removed = {p: c for p, c in self._removed.items() if p.parent != directory}
+                self._written.clear()
+                self._names.clear()
 
     def cut(self, seed: int) -> int:
         """Take back any part of it, at random; how many sectors, lengths and names that were.
@@ -103,45 +84,45 @@ class Unsynced:
         Nobody may use the files meanwhile, nor those that have them open afterwards.
         """
         dice = random.Random(seed)
-        lost = sum(_undone(write, dice) for write in reversed(self._writes))
-        for path, before in self._lengths.items():
-            if path.exists() and dice.random() < 0.5:
-                os.truncate(path, before)
+        lost = 0
+        files: dict[int, str] = {}
+        for path, number, content in reversed(self._names):
+            if os.path.exists(path):
+                files[os.stat(path).st_ino] = path
+            if dice.random() < 0.5 and Path(path).parent.is_dir():
                 lost += 1
-        for path in sorted(self._made):
-            if path.exists() and dice.random() < 0.5:
-                path.unlink()
-                lost += 1
-        for path, content in self._removed.items():
-            if not path.exists() and dice.random() < 0.5:
-                path.touch(mode=0o600)
-                path.write_bytes(content)
-                lost += 1
-        for kept in (self._writes, self._lengths, self._made, self._removed):
-            kept.clear()
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                if number is not None:
+                    Path(path).touch(mode=0o600)
+                    Path(path).write_bytes(content)
+        for number in self._written:
+            path = files.get(number, "")
+            if os.path.exists(path) and os.stat(path).st_ino == number:
+                lost += _unwritten(path, dice)
+        self._written.clear()
+        self._names.clear()
         return lost
 
 
-def _undone(write: _Write, dice: random.Random) -> int:
-    """Give some sectors of a write their old bytes again; how many."""
-    starts = range(0, len(write.before), BLOCK)
-    lost = [start for start in starts if dice.random() < 0.5]
-    if not write.path.exists():
-        return 0
-    with write.path.open("r+b", buffering=0) as file:
-        for start in lost:
-            file.seek(write.offset + start)
-            file.write(write.before[start : start + BLOCK].tobytes())
-    return len(lost)
+def _unwritten(path: str, dice: random.Random) -> int:
+    """Sectors that never reached the medium are zeros, or the file ends before them."""
+    data = bytearray(Path(path).read_bytes())
+    starts = [at for at in range(0, len(data), BLOCK) if dice.random() < 0.5]
+    for at in starts:
+        data[at : at + BLOCK] = bytes(len(data[at : at + BLOCK]))
+    if dice.random() < 0.3:
+        del data[dice.randrange(len(data) + 1) :]
+    Path(path).write_bytes(data)
+    return len(starts)
 
 
 class FaultyFiles(Files):
     """Real files; `fault(operation, count)` says what goes wrong with the n-th operation.
 
-    Operations are "open", "allocate", "deallocate", "read", "write", "sync", "sync_directory",
-    "remove". With `keep_unsynced`, `cut()` does what a power cut may do: any sector written, any
-    length and any name since the last sync may be as before. Give `unsynced` where several share
-    a disk.
+    Operations are "open", "create", "read", "write", "touch", "sync", "link", "rename", "remove".
+    With `keep_unsynced`, `cut()` does what a power cut may do: any sector and any name written
+    since the last sync may be as before. Give `unsynced` where several share a disk.
     """
 
     def __init__(
@@ -154,48 +135,34 @@ class FaultyFiles(Files):
         self.fault = fault
         self.counts: dict[str, int] = {}
         self.unsynced = unsynced or (Unsynced() if keep_unsynced else None)
-        self._paths: dict[int, Path] = {}
+        self._paths: dict[int, str] = {}
         self._lock = Lock()
 
     def _next(self, operation: str) -> Fault | None:
         with self._lock:
             count = self.counts.get(operation, 0)
             self.counts[operation] = count + 1
-        return self.fault(operation, count)
-
-    def _raise_if_failing(self, operation: str) -> None:
-        fault = self._next(operation)
-        if isinstance(fault, Fails):
+        fault = self.fault(operation, count)
+        if isinstance(fault, Fails) and operation != "write":
             raise OSError(fault.number, os.strerror(fault.number))
+        return fault
 
-    def open(self, path: Path, *, create: bool = False) -> int:
-        self._raise_if_failing("open")
-        fd = super().open(path, create=create)
+    def open(self, path: str, *, direct: bool) -> int:
+        self._next("open")
+        fd = super().open(path, direct=direct)
         self._paths[fd] = path
-        if create and self.unsynced is not None:
-            self.unsynced.made(path)
         return fd
 
-    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        self._raise_if_failing("allocate")
-        before = os.fstat(fd).st_size
-        super().allocate(fd, offset, nbytes)
-        if self.unsynced is not None and before < offset + nbytes:
-            self.unsynced.lengthened(self._paths[fd], before)
-
-    def deallocate(self, fd: int, offset: int, nbytes: int) -> None:
-        self._raise_if_failing("deallocate")
-        self._keep(fd, offset, nbytes)
-        super().deallocate(fd, offset, nbytes)
-
-    def truncate(self, fd: int, nbytes: int) -> None:
-        self._keep(fd, nbytes, max(0, os.fstat(fd).st_size - nbytes))
-        super().truncate(fd, nbytes)
+    def create(self, path: str, *, direct: bool) -> int:
+        self._next("create")
+        fd = super().create(path, direct=direct)
+        self._paths[fd] = path
+        if self.unsynced is not None:
+            self.unsynced.written(path)
+        return fd
 
     def read(self, fd: int, parts: Sequence[Bytes], offset: int) -> int:
         fault = self._next("read")
-        if isinstance(fault, Fails):
-            raise OSError(fault.number, os.strerror(fault.number))
         count = super().read(fd, parts, offset)
         match fault:
             case Flips(bit):
@@ -203,14 +170,13 @@ class FaultyFiles(Files):
                 return count
             case Tears(done):
                 return min(done, count)
-            case None:
+            case _:
                 return count
 
-    def write(self, fd: int, parts: Sequence[Bytes], offset: int) -> None:
+    def write(self, fd: int, parts: Sequence[Bytes]) -> None:
         fault = self._next("write")
-        memory = aligned(sum(len(part) for part in parts))
-        memory[:] = np.concatenate(parts)
-        self._keep(fd, offset, len(memory))
+        memory = aligned(align_up(sum(len(part) for part in parts), BLOCK))
+        memory[: sum(len(part) for part in parts)] = np.concatenate(parts)
         match fault:
             case Fails(_, done) | Tears(done):
                 memory = memory[: done // BLOCK * BLOCK]
@@ -218,41 +184,47 @@ class FaultyFiles(Files):
                 _flip([memory], bit)
             case None:
                 pass
-        super().write(fd, [memory], offset)
+        super().write(fd, [memory])
+        if self.unsynced is not None:
+            self.unsynced.written(self._paths[fd])
         if isinstance(fault, Fails):
             raise OSError(fault.number, os.strerror(fault.number))
 
-    def _keep(self, fd: int, offset: int, nbytes: int) -> None:
-        """Remember bytes that are about to change."""
-        if self.unsynced is not None and nbytes:
-            before = aligned(nbytes)
-            count = super().read(fd, [before], offset)
-            self.unsynced.written(self._paths[fd], offset, before[:count])
+    def touch(self, fd: int, nanoseconds: int) -> None:
+        self._next("touch")
+        super().touch(fd, nanoseconds)
 
-    def sync(self, fd: int) -> None:
-        self._raise_if_failing("sync")
-        super().sync(fd)
+    def sync(self, paths: Sequence[str]) -> None:
+        self._next("sync")
+        super().sync(paths)
         if self.unsynced is not None:
-            self.unsynced.synced(self._paths[fd])
+            self.unsynced.synced(paths)
 
-    def sync_directory(self, path: Path) -> None:
-        self._raise_if_failing("sync_directory")
-        super().sync_directory(path)
-        if self.unsynced is not None:
-            self.unsynced.names_synced(path)
+    def link(self, source: str, target: str) -> None:
+        self._next("link")
+        self._keep_name(target)
+        super().link(source, target)
 
-    def remove(self, path: Path) -> None:
-        self._raise_if_failing("remove")
-        if self.unsynced is not None and path.exists():
-            self.unsynced.removed(path, path.read_bytes())
+    def rename(self, source: str, target: str) -> None:
+        self._next("rename")
+        self._keep_name(target)
+        super().rename(source, target)
+
+    def remove(self, path: str) -> None:
+        self._next("remove")
+        self._keep_name(path)
         super().remove(path)
+
+    def _keep_name(self, path: str) -> None:
+        if self.unsynced is not None:
+            self.unsynced.renamed(path)
 
     def close(self, fd: int) -> None:
         self._paths.pop(fd, None)
         super().close(fd)
 
     def cut(self, seed: int) -> int:
-        """Lose what is not synced, at random; how many sectors, lengths and names were lost."""
+        """Lose what is not synced, at random; how many sectors and names were lost."""
         return self.unsynced.cut(seed) if self.unsynced is not None else 0
 
 

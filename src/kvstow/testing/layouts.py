@@ -6,11 +6,10 @@ The only module that imports hypothesis, which is a development dependency.
 from hypothesis import strategies as st
 
 from kvstow.errors import PlanError
-from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import Site, packed, separate, union
-from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.pack import Alignment, Site, packed, separate, union
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 SIZES = st.sampled_from([1, 2, 2, 3, 4, 5, 8])
@@ -23,7 +22,6 @@ def retentions() -> st.SearchStrategy[Retention]:
         st.just(Full()),
         st.builds(Window, SIZES),
         st.builds(Chunk, SIZES),
-        st.builds(Sink, SIZES, SIZES),
         st.builds(Encoder, SIZES),
     )
 

@@ -52,11 +52,9 @@ def check_reads(arena: Arena, blocks: dict[int, Blocks], num_tokens: int) -> Non
     """BlockError naming blocks in which a cell that the next token needs still holds poison."""
     for group, held in blocks.items():
         for spec in arena.layout.groups[group].group.layers:
-            (low, high), (low2, high2) = counted_states(
-                arena.layout.groups[group].group, spec, num_tokens, 0
-            )
+            low, high = counted_states(arena.layout.groups[group].group, spec, num_tokens, 0)
             states = held.index[:, None] * spec.states + np.arange(spec.states)
-            needed = ((states >= low) & (states < high)) | ((states >= low2) & (states < high2))
+            needed = (states >= low) & (states < high)
             ids = torch.as_tensor(arena.checked(group, held.ids), device=arena.device)
             pages = arena.tensor(spec.name)[ids]
             cells = pages.contiguous().view(torch.uint8).flatten(3)

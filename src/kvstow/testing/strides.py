@@ -99,7 +99,7 @@ def _single(spec: LayerSpec, order: Order, place: Placement) -> Layout:
     rows = PlacedGroup(
         group=Group(name="check", layers=(replace(spec, align=1),)),
         rows_per_slab=1,
-        placements=(place,),
+        placements=((place,),),
     )
     return Layout(
         model="check",

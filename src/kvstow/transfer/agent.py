@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from random import Random, SystemRandom
 from typing import Self
 
@@ -20,8 +21,7 @@ from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks, Tokens
-from kvstow.route.route import route
-from kvstow.route.ways import Way
+from kvstow.route.route import plan_route
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.framing import DropReason
@@ -29,16 +29,15 @@ from kvstow.transfer.channel.messages import MAX_NAME, AnyMessage, End
 from kvstow.transfer.channel.sockets import SocketChannel
 from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.digests import warm_up
-from kvstow.transfer.loop import Loop, Story
-from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options, check_words
+from kvstow.transfer.loop import Loop, Routine
+from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options, Way, check_words
 from kvstow.transfer.peers.blocks import check_blocks
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.outgoing import Outgoing, Peers
 from kvstow.transfer.prefixes import (
     BlockSource,
     PrefixAnswers,
-    RegisteredBlocks,
-    asked,
+    ask_peer,
     not_answered,
     prefix_question,
 )
@@ -46,12 +45,12 @@ from kvstow.transfer.pull import Order, written_rows
 from kvstow.transfer.pulls import Pulls, Transfer, checked_tokens
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.server import Server
-from kvstow.transfer.tickets.generations import Owner, OwnerQueue
 from kvstow.transfer.tickets.lease import EndReason
 from kvstow.transfer.tickets.offers import Offers
+from kvstow.transfer.tickets.owner import Owner, OwnerQueue
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
-from kvstow.transfer.transport.parallel import parallel
+from kvstow.transfer.transport.mapped import NodeMemory
 
 CLOSING_TURNS = 200
 """So many milliseconds a closing agent waits for producers to say that they write no more."""
@@ -86,6 +85,7 @@ class Agent:
         channel: Channel | None = None,
         clock: Callable[[], float] = time.monotonic,
         random: Random | None = None,
+        node: NodeMemory | None = None,
     ) -> None:
         _check_made_of(owner, options)
         self.name = _checked_name(name) or f"agent-{secrets.token_hex(4)}"
@@ -95,15 +95,23 @@ class Agent:
             self.name,
             arena,
             owner,
-            transport=parallel(transport, options.engines),
+            transport=transport,
             identity=identity,
             options=options,
             telemetry=self.telemetry,
             clock=clock,
             random=random or SystemRandom(),
+            node=node,
         )
         self.channel = channel or SocketChannel(listen, keys, self._dropped)
-        self.loop = Loop(self.name, self.channel, clock, hear=self._hear, progress=self._progress)
+        self.loop = Loop(
+            self.name,
+            self.channel,
+            clock,
+            hear=self._hear,
+            progress=self._progress,
+            on_error=self._failed,
+        )
         self.endpoint.wake = self.loop.wake
         self.peers = Peers(self.endpoint, self.channel, self.loop)
         self.quarantine = Quarantine(
@@ -112,7 +120,7 @@ class Agent:
         self.server = Server(
             self.endpoint, self.channel, self.loop, self.quarantine, lambda: status_document(self)
         )
-        self._owner = OwnerQueue(owner)
+        self._owner = OwnerQueue(owner, self._settling_failed)
         self.offers = Offers(
             self.endpoint,
             self.loop,
@@ -121,16 +129,17 @@ class Agent:
             address=self.address,
             key=keys.public if keys else "",
         )
-        self._registered = RegisteredBlocks(self.endpoint)
-        self.prefixes = PrefixAnswers(
-            self.endpoint, self.loop, self._registered, self.offers, self._owner
-        )
+        self.prefixes = PrefixAnswers(self.endpoint, self.loop, self.offers, self._owner)
         self._settles_itself = False
-        self.pulls = Pulls(
-            self.endpoint, self.loop, self.peers, self.quarantine, owe=self._owner.owe
-        )
+        self.pulls = Pulls(self.endpoint, self.loop, self.peers, self.quarantine, self._owner)
+        self.loop.start("peers", self.peers.upkeep())
         self.loop.start("quarantine", self.quarantine.upkeep())
         self.loop.start("server", self.server.upkeep())
+
+    @property
+    def ticket_key(self) -> bytes:
+        """Who writes tickets in this agent's name signs them with this: `Ticket.signed`."""
+        return self.endpoint.ticket_key
 
     @property
     def address(self) -> str:
@@ -147,6 +156,7 @@ class Agent:
         num_tokens: int | None = None,
         readers: int | None = 1,
         lease_seconds: float | None = None,
+        identity: Identity | None = None,
         on_end: Callable[[EndReason], None] | None = None,
     ) -> Ticket:
         """Let consumers pull a request's blocks; the request itself may end meanwhile.
@@ -168,6 +178,7 @@ class Agent:
             tokens,
             readers=readers,
             lease_seconds=lease_seconds,
+            identity=identity,
             on_end=on_end,
         )
 
@@ -178,18 +189,25 @@ class Agent:
         *,
         readers: int | None = 1,
         lease_seconds: float | None = None,
+        identity: Identity | None = None,
         on_end: Callable[[EndReason], None] | None = None,
     ) -> Ticket:
         """Let `readers` consumers pull these blocks, each once, while the lease runs.
 
         None stands for all ranks of one consumer, whose number its first rank tells.
+        `identity` is the request's, where adapter or salt are its own.
         Their bytes must be there: on a device, whatever fills them has ended. The blocks are kept
         from being reused until the lease ends; then `on_end` is called with the reason, in the
         thread of the blocks' owner.
         """
         self.settle()
         return self.offers.offer(
-            blocks, num_tokens, readers=readers, lease_seconds=lease_seconds, on_end=on_end
+            blocks,
+            num_tokens,
+            readers=readers,
+            lease_seconds=lease_seconds,
+            identity=identity,
+            on_end=on_end,
         )
 
     def adopt(
@@ -213,18 +231,8 @@ class Agent:
 
     # ── prefixes ──────────────────────────────────────────────────────────────────
 
-    def register(self, blocks: Mapping[int, Blocks], keys: Mapping[int, Sequence[bytes]]) -> None:
-        """Let peers ask for these blocks by their keys, as long as the blocks stay as they are.
-
-        `keys` are, by group, those of the listed blocks: `kvstow.block_keys` at their indices.
-        Nothing is kept from being reused: whoever asks later gets a ticket or a miss.
-        """
-        check_blocks(self.endpoint.layout, blocks, whose=self.name)
-        self._registered.register(blocks, keys)
-        self.server.on_question = self.prefixes.hear
-
     def lend(self, source: BlockSource) -> None:
-        """Let peers ask for whatever a source holds, instead of registered blocks.
+        """Let peers ask for blocks that a source holds, by their keys.
 
         Blocks are shared and released in the agent's own thread from now on, at once: for an
         owner that any thread may call.
@@ -245,7 +253,7 @@ class Agent:
         """A ticket for the longest beginning of a prompt that the agent at an address holds.
 
         `keys` are the prompt's, one after every `step` tokens. None for a miss. TransferError
-        if the agent refuses or does not answer in time; one of an older version does not.
+        if the agent refuses or does not answer in time.
         """
         patience = seconds or self.options.contact_seconds
         answer = self.begin_ask(address, keys, step=step, key=key, seconds=patience)
@@ -272,7 +280,7 @@ class Agent:
         patience = seconds or self.options.contact_seconds
         return self.loop.future(
             f"ask {address}",
-            asked(self.loop, peer, question),
+            ask_peer(self.loop, peer, question),
             seconds=patience,
             late=lambda: not_answered(peer, patience),
         )
@@ -304,13 +312,16 @@ class Agent:
         deadline: float | None = None,
         direction: Way | None = None,
         digest: DigestPolicy | None = None,
+        identity: Identity | bytes | None = None,
         on_quiet: Callable[[], None] = lambda: None,
     ) -> Transfer:
         """Bring tokens `[start_token, num_tokens)` of a request into these rows.
 
         `tickets` are one per source rank; together they must hold all that this rank
-        holds. The rows must be held by the caller. `deadline` is in seconds from now. When
-        nothing writes to the rows any more, `on_quiet` is called in the agent's thread.
+        holds. The rows must be held by the caller, and no other pull may write to them. `deadline`
+        is in seconds from now. `identity` is the request's, or its digest: the agent's own
+        `for_request`, where adapter or salt are its own. When nothing writes to the rows any more,
+        `on_quiet` is called in the agent's thread.
         """
         self.settle()
         listed = (tickets,) if isinstance(tickets, Ticket) else tuple(tickets)
@@ -320,28 +331,47 @@ class Agent:
             raise TransferError(f"deadline is {seconds} s, not above 0", kind="refused")
         check_words(direction, digest)
         check_blocks(self.endpoint.layout, into, whose=self.name)
-        self._owner.share(into)
-        order = Order(
-            into=dict(into),
-            written=written_rows(self.endpoint.layout, into, Tokens(start_token, tokens)),
-            generations=self.endpoint.generations(into),
-            start_token=start_token,
-            num_tokens=tokens,
-            direction=direction or self.options.direction,
-            digest=digest or self.options.digest,
-        )
-        now = self.endpoint.clock()
-        transfer = Transfer(
-            order, now, self._owner.settle_if_ours, self.pulls.abort, on_quiet, self._when_late
-        )
-        known = self._owner.distrust(order.written_ids)
-        try:
-            self.loop.submit(lambda: self.pulls.begin(transfer, listed, now + seconds))
-        except TransferError:
-            self._owner.trust(known)
-            self._owner.release(into)
-            raise
+        self._check_identity(listed, identity)
+        with ExitStack() as undo:
+            self._owner.share(into)
+            undo.callback(self._owner.release, into)
+            order = Order(
+                into=dict(into),
+                written=written_rows(self.endpoint.layout, into, Tokens(start_token, tokens)),
+                generations=self.endpoint.generations(into),
+                start_token=start_token,
+                num_tokens=tokens,
+                direction=direction or self.options.direction,
+                digest=digest or self.options.digest,
+            )
+            self._owner.begin_writing(order.written_ids)
+            undo.callback(self._owner.end_writing, order.written_ids)
+            undo.callback(self._owner.trust, self._owner.distrust(order.written_ids))
+            now = self.endpoint.clock()
+            transfer = Transfer(
+                order, now, self._owner.settle_if_ours, self.pulls.abort, on_quiet, self._when_late
+            )
+            self.loop.submit(
+                lambda: self.pulls.begin(transfer, listed, now + seconds),
+                lambda error: self.pulls.refuse(transfer, error),
+            )
+            undo.pop_all()
         return transfer
+
+    def _check_identity(self, tickets: Sequence[Ticket], identity: Identity | bytes | None) -> None:
+        """TransferError for a ticket of another computation than the request's."""
+        request = self.endpoint.identity if identity is None else identity
+        digest = request.digest if isinstance(request, Identity) else request
+        for ticket in tickets:
+            if ticket.identity != digest:
+                raise TransferError(
+                    f"ticket of agent {ticket.agent!r}: it is of computation "
+                    f"{ticket.identity.hex()[:16]}, the request of {digest.hex()[:16]}: weights, "
+                    "configuration, adapter or salt differ\n\n"
+                    "hint: offer and pull with identity=Identity.for_request(adapter=, salt=)",
+                    kind="ticket",
+                    peer=ticket.agent,
+                )
 
     def _when_late(self) -> str:
         """What else to say to somebody who has waited for a pull in vain."""
@@ -359,7 +389,7 @@ class Agent:
     def drop(self, ticket: Ticket) -> None:
         """Tell the producer that nobody here will pull this ticket: it ends the lease."""
 
-        def dropped() -> Story[None]:
+        def dropped() -> Routine[None]:
             peer = self.peers.at(ticket.address, ticket.key)
             peer.kept.discard(ticket.lease)
             yield from peer.met()
@@ -397,6 +427,13 @@ class Agent:
         self.endpoint.metrics.messages.labels(reason).inc()
         self.endpoint.note("message-dropped", {"reason": reason, "detail": detail})
 
+    def _failed(self, what: str) -> None:
+        """A message, a command or a deferred call has raised, which is logged."""
+        self.endpoint.count(self.endpoint.metrics.errors, what)
+
+    def _settling_failed(self, error: Exception) -> None:
+        self._failed("a deferred call")
+
     def _is_moving(self) -> bool:
         return bool(self.endpoint.moving or self.server.servings)
 
@@ -424,12 +461,13 @@ class Agent:
         if self.endpoint.kind == "VRAM":
             arena, submit = self.endpoint.arena, self.endpoint.worker.submit
             submit(warm_up, arena).result()
-            submit(cuda.warm_up, arena.bytes, route(arena.layout, arena.layout)).result()
+            submit(cuda.warm_up, arena.bytes, plan_route(arena.layout, arena.layout)).result()
             begun.wait()
 
     def close(self) -> None:
         """Stop, end all leases and transfers, let go of engine and sockets."""
         if self.loop.stop():
+            self.endpoint.alive.numbers[0] = 0  # before blocks are given back
             closed = TransferError(f"agent {self.name!r} was closed", kind="aborted")
             self.loop.step()
             self.pulls.interrupt_all(closed)
@@ -442,7 +480,7 @@ class Agent:
                 time.sleep(1e-3)
             self.loop.close()
             self.endpoint.close()
-            self.pulls.rest()
+            self.pulls.mark_quiet()
             self.channel.close()
         self.settle()
 

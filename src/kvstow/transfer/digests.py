@@ -13,10 +13,10 @@ from typing import get_args
 import numpy as np
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import MODULUS, DigestOf, copied, counted_states, prepared
-from kvstow.memory.digest_pages import Intervals
+from kvstow.memory.digest import MODULUS, DigestOf, counted_states, prepared
 from kvstow.plan.layout import Layout
 from kvstow.plan.spec import LayerSpec
+from kvstow.plan.view import ceil_div
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.route import Claims
 from kvstow.transfer.channel.messages import Claim, Sample
@@ -51,7 +51,7 @@ def samples(
     """
     if policy == "off":
         return ()
-    found: list[Sample] = []
+    result: list[Sample] = []
     for rows in layouts[0].groups:
         names = tuple(layer.name for layer in rows.group.layers)
         heads, every, phase = None, 1, 0
@@ -60,21 +60,16 @@ def samples(
             spec = layouts[0].layers[name][1]
             head = random.choice([*chain(*(range(*piece) for piece in spec.heads.pieces))])
             heads = head, head + 1
-            every = max(_states(layouts, name), -(-LEAST_SHARE // (len(names) * spec.heads.size)))
-            counted = counted_states(rows.group, spec, num_tokens, start_token)
-            names, phase = (name,), _state_among(counted, random) % every
-        found.append(Sample(names, heads, start_token, num_tokens, every, phase))
-    return tuple(found)
+            every = max(_states(layouts, name), ceil_div(LEAST_SHARE, len(names) * spec.heads.size))
+            low, high = counted_states(rows.group, spec, num_tokens, start_token)
+            names, phase = (name,), random.randrange(low, max(low + 1, high)) % every
+        result.append(Sample(names, heads, start_token, num_tokens, every, phase))
+    return tuple(result)
 
 
 def sample_bytes(layout: Layout, wanted: Sequence[Sample]) -> int:
     """At most so many bytes of an arena count for these samples."""
     return sum(count * spec.cell_bytes for spec, count in _counted_cells(layout, wanted))
-
-
-def num_cells(layout: Layout, wanted: Sequence[Sample]) -> int:
-    """At most so many cells of an arena count for these samples."""
-    return sum(count for _, count in _counted_cells(layout, wanted))
 
 
 def _counted_cells(layout: Layout, wanted: Sequence[Sample]) -> Iterator[tuple[LayerSpec, int]]:
@@ -85,10 +80,10 @@ def _counted_cells(layout: Layout, wanted: Sequence[Sample]) -> Iterator[tuple[L
                 continue
             group, spec, _ = layout.layers[name]
             first, end = sample.heads or (0, spec.heads.size)
-            counted = counted_states(
+            low, high = counted_states(
                 layout.groups[group].group, spec, sample.stop_token, sample.start_token
             )
-            states = sum(-(-(high - low) // sample.every) for low, high in counted)
+            states = ceil_div(high - low, sample.every)
             yield spec, states * (end - first)
 
 
@@ -97,22 +92,15 @@ def _states(layouts: Sequence[Layout], layer: str) -> int:
     return min(each.layers[layer][1].states for each in layouts if layer in each.layers)
 
 
-def _state_among(intervals: Intervals, random: Random) -> int:
-    """Any of the states in the intervals: a sample that begins there is not empty."""
-    lengths = [high - low for low, high in intervals]
-    at = random.randrange(max(1, sum(lengths)))
-    return intervals[0][0] + at if at < lengths[0] else intervals[1][0] + at - lengths[0]
-
-
-def asked(
+def digests_of(
     arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
 ) -> list[DigestOf]:
     """What the digest of each sample counts: nothing in layers that this arena does not hold."""
-    found: list[DigestOf] = []
+    result: list[DigestOf] = []
     for sample in wanted:
         held = [name for name in sample.layers if name in arena.layout.layers]
         groups = {arena.layout.layers[name][0] for name in held}
-        found.append(
+        result.append(
             DigestOf(
                 {g: blocks[g] for g in groups if g in blocks},
                 sample.stop_token,
@@ -124,14 +112,14 @@ def asked(
                 phase=sample.phase,
             )
         )
-    return found
+    return result
 
 
 def digests(
     arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
 ) -> tuple[int, ...]:
     """The digest of each sample, taken now."""
-    return prepared(arena, asked(arena, blocks, wanted, claims))()
+    return prepared(arena, digests_of(arena, blocks, wanted, claims))()
 
 
 def warm_up(arena: Arena) -> None:
@@ -140,17 +128,12 @@ def warm_up(arena: Arena) -> None:
     blocks: dict[int, Blocks] = {}
     for g, rows in enumerate(arena.layout.groups):
         size = rows.group.block_tokens
-        needed = [
-            range(t.first // size, -(-t.end // size)) for t in Tokens(0, 1).needed(rows.group)
-        ]
-        index = np.array([*chain(*needed)], np.int64)
+        needed = Tokens(0, 1).needed(rows.group)
+        index = np.arange(needed.first // size, ceil_div(needed.end, size))
         blocks[g] = Blocks(np.full_like(index, rows.rows_per_slab), index)
     for policy in get_args(DigestPolicy):
         wanted = samples([arena.layout], 0, 1, policy, random=Random(0))
         digests(arena, blocks, wanted, None)
-        cells = copied(arena, asked(arena, blocks, wanted, None))
-        if cells is not None:
-            cells.close()
 
 
 def mismatches(

@@ -19,12 +19,14 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
-from kvstow.transfer.loop import SOON, Story
-from kvstow.transfer.transport.base import Kinds
+from kvstow.transfer.channel.messages import Begun, Refused
+from kvstow.transfer.loop import IDLE, SOON, Routine
+from kvstow.transfer.transport.base import Kinds, lost
 
 if TYPE_CHECKING:
     from kvstow.transfer.channel.messages import Card
     from kvstow.transfer.peers.endpoint import Endpoint
+    from kvstow.transfer.source import Source
     from kvstow.transfer.tickets.ticket import Ticket
 
 ENTRY_BYTES = 8
@@ -112,7 +114,7 @@ class CounterRead:
             give_back()
             raise
 
-    def generations(self) -> Story[dict[int, Ints]]:
+    def generations(self) -> Routine[dict[int, Ints]]:
         """Read; the counters of the blocks, per group. Raises TransferError."""
         if not self._ranges.num_counters:
             self.drop()
@@ -128,6 +130,62 @@ class CounterRead:
         self._flight.drop()
 
 
+class MappedFence:
+    """The fence of a source whose counters are memory of ours.
+
+    An engine's agent sets them when it hears of a ticket that its scheduler has written. So one
+    that differs may be early, and is read again when the producer has answered: no generation ever
+    comes back, and one that equals the ticket's then has held ever since the ticket was written.
+    """
+
+    def __init__(self, source: "Source") -> None:
+        self._source = source
+
+    def passed(self) -> Routine[None]:
+        """As `Fence.passed`."""
+        source = self._source
+        if self._changed():
+            yield from self._answered()
+            moved = self._changed()
+            if moved:
+                raise reused(source.layout, source.peer.name, moved)
+
+    def _answered(self) -> Routine[None]:
+        """Wait until the producer knows the ticket. TransferError if it refuses it."""
+        source = self._source
+        while not source.mailbox.has(Begun):
+            if source.mailbox.has(Refused):
+                raise source.refusal(source.mailbox.first(Refused))
+            if source.peer.line is not source.line:
+                raise lost(source.peer.name, "before it has said that it keeps the rows")
+            yield IDLE
+
+    def _changed(self) -> dict[int, tuple[int, ...]]:
+        """Blocks whose generations are not the ticket's; all of them, where the agent is closed."""
+        source, ticket = self._source, self._source.ticket
+        assert source.mapped is not None
+        found = source.mapped.generations(ticket.blocks)
+        if found is None:
+            raise source.fault("it has closed its agent", "peer")
+        return changed(found, ticket.blocks, ticket.generations)
+
+    def drop(self) -> None:
+        """Nothing was made ready."""
+
+
+def reused(layout: Layout, agent: str, moved: Mapping[int, tuple[int, ...]]) -> TransferError:
+    """The error of blocks that were given to others."""
+    where = "; ".join(
+        f"group {layout.groups[g].group.name!r}: {list(ids[:8])}" for g, ids in moved.items()
+    )
+    return TransferError(
+        f"peer {agent!r}: {sum(map(len, moved.values()))} source blocks were given to others "
+        f"before the last byte had arrived: {where}",
+        kind="fence",
+        peer=agent,
+    )
+
+
 class Fence:
     """Whether every block of a ticket still has its generation. It is made ready before the rows
     move: afterwards caches are full of them, and the same work takes several times as long."""
@@ -140,22 +198,13 @@ class Fence:
         self._ticket = ticket
         self._read = CounterRead(endpoint, card, ticket.blocks)
 
-    def passed(self) -> Story[None]:
+    def passed(self) -> Routine[None]:
         """Return if every block has; TransferError otherwise. To be called when the last byte
         has arrived."""
         found = yield from self._read.generations()
         moved = changed(found, self._ticket.blocks, self._ticket.generations)
         if moved:
-            groups, agent = self._layout.groups, self._card.agent
-            where = "; ".join(
-                f"group {groups[g].group.name!r}: {list(ids[:8])}" for g, ids in moved.items()
-            )
-            raise TransferError(
-                f"peer {agent!r}: {sum(map(len, moved.values()))} source blocks were given to "
-                f"others before the last byte had arrived: {where}",
-                kind="fence",
-                peer=agent,
-            )
+            raise reused(self._layout, self._card.agent, moved)
 
     def drop(self) -> None:
         """Forget a fence that nobody asked."""

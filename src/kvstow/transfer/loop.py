@@ -1,8 +1,8 @@
-"""The loop: stories that wait, driven in one thread, each in its own `try`.
+"""The loop: routines that wait, driven in one thread, each in its own `try`.
 
-A story is a generator. It yields how many seconds it can wait before it wants to look again;
-a message for it, an interrupt or the end of another story resumes it earlier. What goes wrong
-in a story ends that story and no other.
+A routine is a generator. It yields how many seconds it can wait before it wants to look again;
+a message for it, an interrupt or the end of another routine resumes it earlier. What goes wrong
+in a routine ends that routine and no other.
 
     task = loop.start("pull", pull(...))
     loop.step(0.02)     one turn, in the caller's thread
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 M = TypeVar("M")
 
-Story = Generator[float, None, T]
+Routine = Generator[float, None, T]
 
 AT_ONCE = 0.0
 """Ask again without a pause: a post is under way, and some engines move bytes only then."""
@@ -44,17 +44,17 @@ WORK_SECONDS = 50e-6
 """Engine progress that took so long was for a peer, which will need more of it."""
 
 MAX_UNREAD = 256
-"""Messages of one kind that a story may leave unread; more are dropped."""
+"""Messages of one kind that a routine may leave unread; more are refused."""
 
 
 class Task(Generic[T]):
-    """A story under way, and what came of it once `is_over`.
+    """A routine under way, and what came of it once `is_over`.
 
     After `deadline` it is interrupted with the error that `late` makes. The loop calls `on_end`
     once, when it is over.
     """
 
-    def __init__(self, name: str, story: Story[T]) -> None:
+    def __init__(self, name: str, routine: Routine[T]) -> None:
         self.name = name
         self.due = 0.0
         self.deadline = math.inf
@@ -63,7 +63,7 @@ class Task(Generic[T]):
         self.result: T | None = None
         self.error: TransferError | None = None
         self.on_end: Callable[[], None] = lambda: None
-        self._story = story
+        self._story = routine
         self._interrupt: TransferError | None = None
         self._may_interrupt = True
         self._has_begun = False
@@ -72,22 +72,22 @@ class Task(Generic[T]):
         return TransferError(f"{self.name}: no end in time", kind="timeout")
 
     def wake(self) -> None:
-        """Resume the story in the next turn."""
+        """Resume the routine in the next turn."""
         self.due = 0.0
 
     def interrupt(self, error: TransferError) -> None:
-        """Raise an error where the story waits. Only the first interrupt counts."""
+        """Raise an error where the routine waits. Only the first interrupt counts."""
         if self._may_interrupt:
             self._may_interrupt = False
             self._interrupt = error
             self.due = 0.0
 
     def shield(self) -> None:
-        """No interrupt reaches the story from now on, not even one that waits: it is ending."""
+        """No interrupt reaches the routine from now on, not even one that waits: it is ending."""
         self._may_interrupt, self._interrupt = False, None
 
     def resume(self, now: float) -> None:
-        """Let the story go on until it waits again, ends or fails."""
+        """Let the routine go on until it waits again, ends or fails."""
         if now > self.deadline:
             self.interrupt(self.late())
         error: TransferError | None = None
@@ -110,7 +110,7 @@ class Task(Generic[T]):
         self.result, self.error, self.is_over = result, error, True
 
     def close(self, error: TransferError) -> None:
-        """Drop the story where it stands; it has failed with this error."""
+        """Drop the routine where it stands; it has failed with this error."""
         self._end(None, error)
         self._story.close()
 
@@ -120,26 +120,26 @@ def bug(what: str, error: Exception) -> TransferError:
     return TransferError(f"{what}: {error!r}", kind="transport")
 
 
-# ── what stories wait for ─────────────────────────────────────────────────────────────
+# ── what routines wait for ─────────────────────────────────────────────────────────────
 
 
-def together(*stories: Story[T], at_once: int = 0) -> Story[list[T]]:
-    """Run stories side by side, all or so many `at_once`; their results, in order.
+def together(*routines: Routine[T], at_once: int = 0) -> Routine[list[T]]:
+    """Run routines side by side, all or so many `at_once`; their results, in order.
 
     The first error closes the others and is raised.
     """
-    waiting = deque(enumerate(stories))
-    running: dict[int, Story[T]] = {}
+    waiting = deque(enumerate(routines))
+    running: dict[int, Routine[T]] = {}
     results: dict[int, T] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < (at_once or len(stories)):
-                number, story = waiting.popleft()
-                running[number] = story
+            while waiting and len(running) < (at_once or len(routines)):
+                number, routine = waiting.popleft()
+                running[number] = routine
             wait = IDLE
-            for number, story in tuple(running.items()):
+            for number, routine in tuple(running.items()):
                 try:
-                    wait = min(wait, next(story))
+                    wait = min(wait, next(routine))
                 except StopIteration as end:
                     results[number] = end.value
                     del running[number]
@@ -147,12 +147,12 @@ def together(*stories: Story[T], at_once: int = 0) -> Story[list[T]]:
             if running:
                 yield wait
     finally:
-        for story in (*running.values(), *(story for _, story in waiting)):
-            story.close()
-    return [results[number] for number in range(len(stories))]
+        for routine in (*running.values(), *(routine for _, routine in waiting)):
+            routine.close()
+    return [results[number] for number in range(len(routines))]
 
 
-def result_of(future: "Future[T]") -> Story[T]:
+def result_of(future: "Future[T]") -> Routine[T]:
     """Wait for another thread's result; its error raised."""
     while not future.done():
         yield IDLE
@@ -160,17 +160,19 @@ def result_of(future: "Future[T]") -> Story[T]:
 
 
 class Mailbox:
-    """Messages for one story, in the order in which they came."""
+    """Messages for one routine, in the order in which they came."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._messages: dict[type, deque[Any]] = {}
 
     def put(self, message: AnyMessage) -> None:
-        """Leave a message and wake the story."""
+        """Leave a message and wake the routine. TransferError where too many are unread."""
         kept = self._messages.setdefault(type(message), deque())
-        if len(kept) < MAX_UNREAD:
-            kept.append(message)
+        if len(kept) >= MAX_UNREAD:
+            kind = type(message).__name__
+            raise TransferError(f"{MAX_UNREAD} {kind} messages are unread", kind="transport")
+        kept.append(message)
         self._wake()
 
     def has(self, *kinds: type) -> bool:
@@ -185,7 +187,7 @@ class Mailbox:
         """The oldest message of a kind; one must be there."""
         return self._messages[kind].popleft()
 
-    def wait(self, kind: type[M]) -> Story[M]:
+    def wait(self, kind: type[M]) -> Routine[M]:
         """Wait for a message of a kind, and take it."""
         while not self.has(kind):
             yield IDLE
@@ -196,7 +198,8 @@ class Mailbox:
 
 
 class Loop:
-    """All tasks of one agent. `hear` takes in messages, `progress` lets the engine work."""
+    """All tasks of one agent. `hear` takes in messages, `progress` lets the engine work, `on_error`
+    is told what a message or a command was that raised."""
 
     def __init__(
         self,
@@ -206,6 +209,7 @@ class Loop:
         *,
         hear: Callable[[Line, AnyMessage], None],
         progress: Callable[[], None],
+        on_error: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.name = name
         self.tasks: list[Task[Any]] = []
@@ -213,7 +217,8 @@ class Loop:
         self._channel = channel
         self._hear = hear
         self._progress = progress
-        self._commands: deque[Callable[[], None]] = deque()
+        self._on_error = on_error
+        self._commands: deque[tuple[Callable[[], None], Callable[[TransferError], None]]] = deque()
         self._thread: threading.Thread | None = None
         self._busy_until = 0.0
         self._closing = threading.Event()
@@ -222,39 +227,44 @@ class Loop:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         channel.watch(self._wake_fd)
 
-    def start(self, name: str, story: Story[T]) -> Task[T]:
-        """Begin a story; in the loop's own thread."""
-        task = Task(name, story)
+    def start(self, name: str, routine: Routine[T]) -> Task[T]:
+        """Begin a routine; in the loop's own thread."""
+        task = Task(name, routine)
         self.tasks.append(task)
         return task
 
     # ── from any thread ───────────────────────────────────────────────────────────
 
-    def submit(self, command: Callable[[], None]) -> None:
-        """Have something done in the loop's thread. Raises TransferError once it is closed."""
+    def submit(
+        self,
+        command: Callable[[], None],
+        on_error: Callable[[TransferError], None] = lambda error: None,
+    ) -> None:
+        """Have something done in the loop's thread; `on_error` is told what it raises. Raises
+        TransferError once the loop is closed."""
         self._check_process()
         with self._waking:
             if self._wake_fd < 0:
                 raise TransferError(f"agent {self.name!r} is closed", kind="aborted")
-            self._commands.append(command)
+            self._commands.append((command, on_error))
             os.eventfd_write(self._wake_fd, 1)
 
     def future(
-        self, name: str, story: Story[T], *, seconds: float, late: Callable[[], TransferError]
+        self, name: str, routine: Routine[T], *, seconds: float, late: Callable[[], TransferError]
     ) -> "Future[T]":
-        """Begin a story; what it returns or raises, later. After `seconds` it is interrupted with
+        """Begin a routine; what it returns or raises, later. After `seconds` it is interrupted with
         the error that `late` makes, and at once if the future is cancelled."""
         answer: Future[T] = Future()
 
         def begin() -> None:
             if answer.cancelled():
                 return
-            task = self.start(name, story)
+            task = self.start(name, routine)
             task.deadline, task.late = self.clock() + seconds, late
             task.on_end = lambda: _tell(answer, task)
             answer.add_done_callback(lambda _: self._cancel(task))
 
-        self.submit(begin)
+        self.submit(begin, answer.set_exception)
         return answer
 
     def _cancel(self, task: Task[Any]) -> None:
@@ -272,7 +282,7 @@ class Loop:
             )
 
     def wake(self) -> None:
-        """Resume every story, if the loop still runs."""
+        """Resume every routine, if the loop still runs."""
         with suppress(TransferError):
             self.submit(lambda: None)
 
@@ -280,7 +290,7 @@ class Loop:
 
     @property
     def pace(self) -> float:
-        """How soon a story looks again that only lets the engine work for a peer."""
+        """How soon a routine looks again that only lets the engine work for a peer."""
         return SOON if self.clock() < self._busy_until else NOW_AND_THEN
 
     def expect_work(self) -> None:
@@ -288,7 +298,7 @@ class Loop:
         self._busy_until = self.clock() + 2 * NOW_AND_THEN
 
     def step(self, timeout: float = 0.0) -> float:
-        """One turn: messages, commands, the engine, every story that is due.
+        """One turn: messages, commands, the engine, every routine that is due.
 
         Waits at most `timeout` seconds for a message; returns how long the next turn may.
         """
@@ -298,9 +308,9 @@ class Loop:
             milliseconds = 0
         for line, message in self._channel.heard(milliseconds):
             self._busy_until = self.clock() + NOW_AND_THEN
-            self._obey()
+            self._run_commands()
             self._guarded(partial(self._hear, line, message), type(message).__name__)
-        self._obey()
+        self._run_commands()
         self._let_engine_work()
         now = self.clock()
         for task in tuple(self.tasks):
@@ -318,13 +328,13 @@ class Loop:
         self.wake_all()
 
     def wake_all(self) -> None:
-        """Resume every story: something has happened that some of them may wait for."""
+        """Resume every routine: something has happened that some of them may wait for."""
         for task in self.tasks:
             task.wake()
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         while self._commands:
-            self._guarded(self._commands.popleft(), "a command")
+            self._guarded(partial(_run, *self._commands.popleft()), "a command")
             self.wake_all()
 
     def _let_engine_work(self) -> None:
@@ -340,8 +350,10 @@ class Loop:
             call()
         except TransferError as error:
             log.warning("agent %s: %s: %s", self.name, what, error)
+            self._on_error(what)
         except Exception:
             log.exception("agent %s: %s: a bug", self.name, what)
+            self._on_error(what)
 
     def run(self, begin: Callable[[], None]) -> None:
         """Turn in a thread of its own from now on, which calls `begin` first. TransferError once it
@@ -382,17 +394,26 @@ class Loop:
         return True
 
     def close(self) -> None:
-        """Drop every story, with an error; nothing can be submitted any more."""
+        """Drop every routine, with an error; nothing can be submitted any more."""
         with self._waking:
             if self._wake_fd >= 0:
                 os.close(self._wake_fd)
             self._wake_fd = -1
-        self._obey()
+        self._run_commands()
         closed = TransferError(f"agent {self.name!r} was closed", kind="aborted")
         while self.tasks:
             task = self.tasks[0]
             self._guarded(partial(task.close, closed), task.name)
             self._ended(task)
+
+
+def _run(command: Callable[[], None], on_error: Callable[[TransferError], None]) -> None:
+    """Do what was submitted; whoever waits for it learns of an error."""
+    try:
+        command()
+    except Exception as error:
+        on_error(error if isinstance(error, TransferError) else bug("a command", error))
+        raise
 
 
 def _tell(answer: "Future[T]", task: Task[T]) -> None:

@@ -5,11 +5,17 @@ from math import inf
 from typing import Literal, get_args
 
 from kvstow.errors import SpecError
-from kvstow.route.ways import Way
-from kvstow.transfer.transport.parallel import ENGINES
 
 LEAST_SLOT_BYTES = 32
 """A slot holds at least a few copies: smaller ones would make as many messages as copies."""
+
+Way = Literal["mapped", "read", "write", "slots"]
+"""The consumer copies out of the producer's memory, which it has mapped; or reads every piece into
+its place; the producer writes it there; or both copy pieces through slots, which the consumer reads
+whole."""
+
+LONG_BYTES = 32 << 10
+"""A piece from this length on counts as a long one."""
 
 DigestPolicy = Literal["always", "sample", "off"]
 
@@ -32,10 +38,9 @@ class Options:
     an engine that is replaced waits for what moves. It is replaced when rows have been in
     quarantine for `quarantine_seconds`; for a third of them if they are more than
     `quarantine_share` of all.
-    `direction` forces one way instead of measuring; `engines` is how many engines may
-    read at once, each in a thread of its own. `slot_bytes` is the size of staging slots: by
-    default 32 MiB on a device and none on the host; and of the slots that rows are cut or gathered
-    in, by default 8 MiB, 32 on a device, which are made when they are first needed.
+    `mapped` is whether peers on this node may map our memory, and we theirs. `direction` forces
+    one way instead of measuring. `slot_bytes` is the size of each of four
+    slots: by default 2 MiB, and 32 where the arena is on a device.
     """
 
     lease_seconds: float = 30.0
@@ -45,8 +50,8 @@ class Options:
     drain_seconds: float = 2.0
     quarantine_seconds: float = 30.0
     quarantine_share: float = 0.1
+    mapped: bool = True
     direction: Way | None = None
-    engines: int | None = None
     slot_bytes: int | None = None
     digest: DigestPolicy = "sample"
 
@@ -56,12 +61,10 @@ class Options:
             if isinstance(seconds, str) or not 0 < seconds < inf:
                 raise SpecError(f"{name} is {seconds!r}, not a number of seconds above 0")
         check_words(self.direction, self.digest)
-        if self.engines is not None and not 1 <= self.engines <= ENGINES:
-            raise SpecError(f"engines is {self.engines}, not from 1 to {ENGINES}")
         if self.slot_bytes is not None and self.slot_bytes < LEAST_SLOT_BYTES:
             raise SpecError(
                 f"slot_bytes is {self.slot_bytes}, not at least {LEAST_SLOT_BYTES}\n\n"
-                "hint: leave it out for 32 MiB on a device and none on the host"
+                "hint: leave it out for 2 MiB, and 32 on a device"
             )
 
 

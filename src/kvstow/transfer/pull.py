@@ -1,4 +1,4 @@
-"""A pull, from top to bottom: meet, plan, move, fence, digests, accept.
+"""A pull, from top to bottom: meet, plan, move, digests, fence, accept.
 
 Several sources may bring parts of one request into the same rows; they are accepted together
 or not at all. Whatever goes wrong ends as a TransferError that names the rows of every group.
@@ -12,25 +12,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstow.errors import KvstowError, TransferError
+from kvstow.memory.arena import Arena
 from kvstow.memory.digest import prepared
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens, block_span
-from kvstow.route.ways import Way, counted
+from kvstow.route.copies import Copies
+from kvstow.route.route import Claims
 from kvstow.transfer.channel.messages import Begun, Ids, Sample, TellDigest, Write, Written
-from kvstow.transfer.digests import asked, digests, mismatches, sample_bytes, samples
-from kvstow.transfer.fence import CounterRead, Fence, changed
-from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Story, bug, result_of, together
+from kvstow.transfer.digests import digests, digests_of, mismatches, sample_bytes, samples
+from kvstow.transfer.fence import CounterRead, Fence, MappedFence, changed
+from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Routine, bug, result_of, together
 from kvstow.transfer.move.copies import chunk_bytes, moved
-from kvstow.transfer.move.rows import chosen_rows, read_and_cut
-from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
-from kvstow.transfer.options import DigestPolicy
+from kvstow.transfer.move.slots import SLOTS, fetch_pieces, pieces
+from kvstow.transfer.options import LONG_BYTES, DigestPolicy, Way
 from kvstow.transfer.peers.blocks import check_blocks, named
 from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
 from kvstow.transfer.source import Source, SourcePlan, SourcePlans
-from kvstow.transfer.tickets.generations import ids_of
+from kvstow.transfer.tickets.owner import ids_of
 from kvstow.transfer.tickets.ticket import packed_ints
+from kvstow.transfer.transport.mapped import copy_mapped
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +78,8 @@ def written_rows(layout: Layout, into: Mapping[int, Blocks], tokens: Tokens) -> 
 class Stats:
     """What an accepted transfer took.
 
-    `nbytes` and `descriptors` count what went between the producers and us, bytes of whole rows
-    that nobody wanted included. `digest` is `passed` when some of the bytes were compared, `off`
-    otherwise.
+    `nbytes` and `descriptors` count what went between the producers and us. `digest` is `passed`
+    when some of the bytes were compared, `off` otherwise.
     """
 
     nbytes: int
@@ -90,12 +91,12 @@ class Stats:
     digest: Literal["passed", "off"] = "off"
 
 
-# ── the story ─────────────────────────────────────────────────────────────────────────
+# ── the routine ─────────────────────────────────────────────────────────────────────────
 
 
 def pull(
     endpoint: Endpoint, order: Order, sources: Sequence[Source], plans: SourcePlans
-) -> Story[Stats]:
+) -> Routine[Stats]:
     """Bring what the order wants; what that took, or a TransferError that names the rows."""
     started = endpoint.clock()
     try:
@@ -105,12 +106,14 @@ def pull(
         wanted = samples(layouts, *tokens, order.digest, random=endpoint.random)
         for source, plan in zip(sources, plans.plans(sources), strict=True):
             begin(endpoint, order, source, plan, wanted)
-        here = DigestsHere(endpoint, order, wanted)
+        counts = digest_counts(endpoint, order, sources, wanted)
         with ready_fences(endpoint, sources) as fences:
             moves = (move(endpoint, order, source) for source in sources)
-            yield from together(*moves, here.get_ready())
+            yield from together(*moves, *(count.get_ready() for count in counts))
+            there = yield from together(*(count.take() for count in counts[1:]))
             yield from together(*(fence.passed() for fence in fences))
-        yield from compare_digests(here, sources, wanted)
+        here = yield from counts[0].take()
+        yield from compare_digests(here, there, sources, wanted)
         check_still_ours(endpoint, order)
     except Exception as error:
         fault = naming_rows(endpoint, order, sources, error)
@@ -133,7 +136,7 @@ def pull(
 # ── meeting ───────────────────────────────────────────────────────────────────────────
 
 
-def meet_all(endpoint: Endpoint, sources: Sequence[Source]) -> Story[None]:
+def meet_all(endpoint: Endpoint, sources: Sequence[Source]) -> Routine[None]:
     """Wait until all sources are ready at once, and our engine is not about to be replaced."""
     while True:
         try:
@@ -145,12 +148,12 @@ def meet_all(endpoint: Endpoint, sources: Sequence[Source]) -> Story[None]:
         yield NOW_AND_THEN
 
 
-def meet(source: Source) -> Story[None]:
+def meet(source: Source) -> Routine[None]:
     """Wait until the agent that wrote the ticket is ready; refuse a ticket that is not its."""
     peer, ticket = source.peer, source.ticket
     yield from peer.met()
     if peer.card is None or peer.card.start != ticket.start:
-        yield from peer.heard_again()  # if it was started again, it does not know us
+        yield from peer.ping()  # if it was started again, it does not know us
         yield from peer.met()
     if peer.card is None or peer.card.start != ticket.start:
         raise source.fault("the ticket is from an earlier start of it", "expired")
@@ -159,6 +162,8 @@ def meet(source: Source) -> Story[None]:
             f"the ticket is for layout {ticket.fingerprint[:16]}, it has {peer.fingerprint[:16]}",
             "ticket",
         )
+    if not ticket.is_signed_by(peer.ticket_key):
+        raise source.fault("the ticket is not as it was written there", "ticket")
     check_blocks(source.layout, ticket.blocks, whose=f"ticket of {peer.name!r}")
 
 
@@ -167,35 +172,28 @@ def begin(
 ) -> None:
     """Tell a source what we want of it, and which way. Raises TransferError."""
     way = _way(endpoint, order, source, plan)
-    slot_bytes = _slot_bytes(endpoint, source) if way == "staged" else 0
-    if source.peer.card is not None and source.peer.card.stage is None:
-        slot_bytes = 0  # its rows are read where they lie
-    is_ordered = way == "write" or slot_bytes > 0
+    slot_bytes = _slot_bytes(endpoint, source) if way == "slots" else 0
+    is_ordered = way in ("write", "slots")
     source.begin(way, plan, _where(order) if is_ordered else None, slot_bytes, wanted)
 
 
 def _way(endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan) -> Way:
-    """The way that is forced, or was found to be the fastest for so many writes."""
-    path, card = source.peer.path, source.peer.card
+    """The way that is forced; or out of mapped memory; or what was measured to be the fastest for
+    such pieces, whole rows of equal layouts counting as long ones."""
+    path, is_mapped = source.peer.path, source.peer.mapped is not None
     assert path is not None
-    assert card is not None
     if plan.route is None:
-        return "read"
-    way = order.direction or path.direction
-    if order.direction or not path.seconds_per_write or None in (endpoint.stage, card.stage):
-        return way
-    counts = counted(plan.route, order.num_tokens - order.start_token)
-    return path.direction_of(counts.writes(on_device=card.kind == "VRAM"))
+        return "mapped" if is_mapped and order.direction is None else "read"
+    if is_mapped and order.direction is None:
+        return "mapped"
+    is_equal = source.peer.fingerprint == endpoint.fingerprint
+    return order.direction or path.way_of(LONG_BYTES if is_equal else plan.mean_bytes)
 
 
 def _slot_bytes(endpoint: Endpoint, source: Source) -> int:
-    """The size of pieces in a staged transfer: what fits the slots of either side."""
+    """The size of slots that both sides have."""
     assert source.peer.card is not None
-    stages = (endpoint.card.stage, source.peer.card.stage)
-    sizes = [stage.nbytes // SLOTS for stage in stages if stage]
-    if not sizes:
-        raise source.fault(f"neither it nor {endpoint.name!r} has a stage", "refused")
-    return min(sizes)
+    return min(stage.nbytes for stage in (endpoint.card.stage, source.peer.card.stage)) // SLOTS
 
 
 def _where(order: Order) -> Write:
@@ -213,44 +211,50 @@ def _where(order: Order) -> Write:
 # ── moving ────────────────────────────────────────────────────────────────────────────
 
 
-def move(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
+def move(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
     """Return when all bytes of a source have arrived, and it has said that it keeps them."""
     if source.route is not None:
         match source.direction:
-            case "read" | "rows":
+            case "mapped":
+                yield from copy_rows(endpoint, order, source)
+            case "read":
                 yield from read(endpoint, order, source)
             case "write":
                 yield from written(endpoint, source)
-            case "staged":
+            case "slots":
                 yield from fetched(endpoint, order, source)
-    yield from source.mailbox.wait(Begun)
+    if source.mapped is None:
+        yield from source.mailbox.wait(Begun)
 
 
-def read(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
-    """Read what we want of the rows where they lie; or rows whole, if that is cheaper."""
+def copy_rows(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
+    """Copy what we want out of the producer's arena, which is memory of ours."""
+    assert source.mapped is not None
+    copies = route_copies(order, source)
+    yield from copy_mapped(endpoint, source.mapped, copies)
+    source.nbytes, source.descriptors = copies.total, len(copies)
+
+
+def route_copies(order: Order, source: Source) -> Copies:
+    """Which bytes go where, as offsets in the two arenas."""
     assert source.route is not None
+    offered = source.ticket.blocks_of(order.num_tokens)
+    return source.route.copies(offered, order.into, order.num_tokens, start_token=order.start_token)
+
+
+def read(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
+    """Read what we want of the rows where they lie."""
     assert source.peer.path is not None
     card, kinds = source.card, endpoint.kinds(source.card)
-    offered = source.ticket.blocks_of(order.num_tokens)
-    copies = source.route.copies(
-        offered, order.into, order.num_tokens, start_token=order.start_token
-    )
-    rows = yield from chosen_rows(endpoint, source, copies, order.direction)
-    if rows is not None:
-        source.direction, source.nbytes = "rows", rows.reads.total
-        source.descriptors = len(rows.reads)
-        yield from read_and_cut(endpoint, source, rows)
-        return
-    copies = copies.moved(card.base, endpoint.card.base)
-    engines = endpoint.transport.num_engines(card.engine)  # a chunk is shared out to all of them
-    chunk = engines * chunk_bytes(source.peer.path.rate, kinds)
+    copies = route_copies(order, source).moved(card.base, endpoint.card.base)
+    chunk = chunk_bytes(source.peer.path.read.long, kinds)
     yield from moved(
         endpoint, "read", card.engine, kinds, copies, flights=source.flights, chunk=chunk
     )
     source.nbytes, source.descriptors = copies.total, len(copies)
 
 
-def written(endpoint: Endpoint, source: Source) -> Story[None]:
+def written(endpoint: Endpoint, source: Source) -> Routine[None]:
     """Wait for the producer to say that its writes have arrived; look, once per heartbeat,
     whether it lives."""
     look_at = endpoint.clock() + endpoint.options.heartbeat_seconds
@@ -264,29 +268,29 @@ def written(endpoint: Endpoint, source: Source) -> Story[None]:
     source.nbytes, source.descriptors = told.nbytes, told.descriptors
 
 
-def fetched(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
-    """Read the rows piece by piece through host memory."""
+def fetched(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
+    """Read slots that the producer has filled, and cut them."""
     assert source.route is not None
     tokens = (order.start_token, order.num_tokens)
-    slot_bytes = _slot_bytes(endpoint, source)
     offered = source.ticket.blocks_of(order.num_tokens)
-    cut = pieces(source.route, offered, order.into, tokens, slot_bytes)
-    fetch = Fetch(
-        endpoint, source.card, cut, source.mailbox, source.send, source.id, source.flights
-    )
-    source.descriptors = yield from fetch.all()
-    source.nbytes = sum(piece.copies.total for piece in cut)
-    if fetch.is_told:
-        yield from source.mailbox.wait(Written)
+    parts = pieces(source.route, offered, order.into, tokens, _slot_bytes(endpoint, source))
+    yield from fetch_pieces(endpoint, source, parts)
+    source.nbytes, source.descriptors = sum(part.copies.total for part in parts), len(parts)
 
 
 @contextmanager
-def ready_fences(endpoint: Endpoint, sources: Sequence[Source]) -> Generator[list[Fence]]:
+def ready_fences(
+    endpoint: Endpoint, sources: Sequence[Source]
+) -> Generator[list[Fence | MappedFence]]:
     """One fence for each source. Raises TransferError."""
-    fences: list[Fence] = []
+    fences: list[Fence | MappedFence] = []
     try:
         for source in sources:
-            fences.append(Fence(endpoint, source.card, source.layout, source.ticket))
+            fences.append(
+                MappedFence(source)
+                if source.mapped
+                else Fence(endpoint, source.card, source.layout, source.ticket)
+            )
         yield fences
     finally:
         for fence in fences:
@@ -296,26 +300,35 @@ def ready_fences(endpoint: Endpoint, sources: Sequence[Source]) -> Generator[lis
 # ── accepting ─────────────────────────────────────────────────────────────────────────
 
 
-class DigestsHere:
-    """The digests of what lies in our rows: a small sample is made ready while rows move, and
+class DigestCount:
+    """Digests of rows that we can look at: a small sample is made ready while rows move, and
     counted at once; anything larger is counted in another thread."""
 
-    def __init__(self, endpoint: Endpoint, order: Order, wanted: tuple[Sample, ...]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        arena: Arena,
+        blocks: Mapping[int, Blocks],
+        wanted: tuple[Sample, ...],
+        claims: Claims | None,
+        *,
+        is_small: bool,
+    ) -> None:
         self._endpoint = endpoint
-        self._what = endpoint.arena, order.into, wanted, None
-        self._is_small = (
-            order.digest == "sample" and sample_bytes(endpoint.layout, wanted) <= INLINE_BYTES
-        )
+        self._what = arena, blocks, wanted, claims
+        self._is_small = is_small
         self._take: Callable[[], tuple[int, ...]] | None = None
 
-    def get_ready(self) -> Story[None]:
+    def get_ready(self) -> Routine[None]:
         """Do what can be done before the rows are there, and after other pulls have begun."""
         if self._is_small:
             yield AT_ONCE
-            self._take = prepared(self._endpoint.arena, asked(*self._what))
+            self._take = prepared(self._what[0], digests_of(*self._what))
 
-    def counted(self) -> Story[tuple[int, ...]]:
+    def take(self) -> Routine[tuple[int, ...]]:
         """Count what lies there now."""
+        if not self._what[2]:
+            return ()
         if self._take is not None:
             return self._take()
         counting = self._endpoint.worker.submit(digests, *self._what)
@@ -323,21 +336,43 @@ class DigestsHere:
         return (yield from result_of(counting))
 
 
+def digest_counts(
+    endpoint: Endpoint, order: Order, sources: Sequence[Source], wanted: tuple[Sample, ...]
+) -> list[DigestCount]:
+    """Of our own rows first; then of those of every source that is mapped."""
+    nbytes = sample_bytes(endpoint.layout, wanted)
+    is_small = order.digest == "sample" and nbytes <= INLINE_BYTES
+    counts = [DigestCount(endpoint, endpoint.arena, order.into, wanted, None, is_small=is_small)]
+    for source in mapped_sources(sources):
+        assert source.mapped is not None
+        what = source.mapped.arena, source.ticket.blocks, wanted, source.claims
+        counts.append(DigestCount(endpoint, *what, is_small=is_small))
+    return counts
+
+
+def mapped_sources(sources: Sequence[Source]) -> list[Source]:
+    """Those whose rows we count ourselves."""
+    return [source for source in sources if source.mapped and source.route]
+
+
 def compare_digests(
-    here: DigestsHere, sources: Sequence[Source], wanted: tuple[Sample, ...]
-) -> Story[None]:
-    """Raise a TransferError unless what lies here is what the sources have."""
+    here: tuple[int, ...],
+    there: Sequence[tuple[int, ...]],
+    sources: Sequence[Source],
+    wanted: Sequence[Sample],
+) -> Routine[None]:
+    """Raise a TransferError unless what lies here is what the sources have, of which some have been
+    counted already and the others tell."""
     if not wanted:
         return
-    mine = yield from here.counted()
-    theirs: list[tuple[int, ...]] = []
+    theirs = list(there)
     for source in sources:
-        if source.route is not None:
-            told = yield from source.mailbox.wait(TellDigest)
-            if len(told.values) != len(wanted):
-                raise source.fault(f"{len(told.values)} digests, not {len(wanted)}", "digest")
-            theirs.append(told.values)
-    wrong = mismatches(wanted, mine, theirs)
+        if source.route is not None and source.mapped is None:
+            answer = yield from source.mailbox.wait(TellDigest)
+            if len(answer.values) != len(wanted):
+                raise source.fault(f"{len(answer.values)} digests, not {len(wanted)}", "digest")
+            theirs.append(answer.values)
+    wrong = mismatches(wanted, here, theirs)
     if wrong:
         text = "; ".join(
             f"layers {list(w.sample.layers[:4])}, tokens [{w.sample.start_token}, "

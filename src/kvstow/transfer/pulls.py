@@ -9,13 +9,13 @@ import numpy as np
 
 from kvstow.errors import TransferError
 from kvstow.plan.retention import Bools
-from kvstow.route.blocks import Blocks
-from kvstow.transfer.loop import Loop, Task
+from kvstow.transfer.loop import Loop, Task, bug
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.outgoing import Peers
 from kvstow.transfer.pull import Order, Stats, pull
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.source import Source, SourcePlans
+from kvstow.transfer.tickets.owner import OwnerQueue
 from kvstow.transfer.tickets.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,11 @@ class Transfer:
         self.stats, self.error = stats, error
         self._ended.set()
 
-    def rest(self) -> None:
+    def fail(self, error: Exception) -> None:
+        """It was accepted, and what that means for its rows could not be done."""
+        self.stats, self.error = None, bug("accepting a pull", error)
+
+    def mark_quiet(self) -> None:
         """Nothing writes to the rows any more."""
         self._quiet.set()
         try:
@@ -105,8 +109,7 @@ class Transfer:
 class Pulls:
     """The pulls that run, and those that have failed and are not quiet yet.
 
-    `owe` takes what is to be done to the blocks' owner, in the owner's thread. Everything but
-    `abort` is for the loop's thread.
+    Everything but `abort` is for the loop's thread.
     """
 
     def __init__(
@@ -115,14 +118,13 @@ class Pulls:
         loop: Loop,
         peers: Peers,
         quarantine: Quarantine,
-        *,
-        owe: Callable[[Callable[[], None]], None],
+        owner: OwnerQueue,
     ) -> None:
         self._endpoint = endpoint
         self._loop = loop
         self._peers = peers
         self._quarantine = quarantine
-        self._owe = owe
+        self._owner = owner
         self._plans = SourcePlans(endpoint.layout)
         self._running: dict[Transfer, Task[Stats]] = {}
         self._unquiet: set[Transfer] = set()
@@ -138,7 +140,7 @@ class Pulls:
     # ── beginning ─────────────────────────────────────────────────────────────────
 
     def begin(self, transfer: Transfer, tickets: Sequence[Ticket], deadline: float) -> None:
-        """Start the story of a pull whose rows are shared already."""
+        """Start the routine of a pull whose rows are shared already."""
 
         def interrupt(error: TransferError) -> None:
             self._interrupt(transfer, error)
@@ -151,8 +153,8 @@ class Pulls:
             Source(self._endpoint, self._peers.at(t.address, t.key), t, interrupt, wake)
             for t in tickets
         ]
-        story = pull(self._endpoint, transfer.order, sources, self._plans)
-        task = self._running[transfer] = self._loop.start("pull", story)
+        routine = pull(self._endpoint, transfer.order, sources, self._plans)
+        task = self._running[transfer] = self._loop.start("pull", routine)
         seconds = deadline - transfer.started
         task.deadline = deadline
         task.late = lambda: TransferError(f"no end within {seconds:.3g} s", kind="timeout")
@@ -181,27 +183,34 @@ class Pulls:
         self._count(transfer, task, sources)
         if task.error is None:
             filled = _filled(transfer.order, sources)
-            self._owe(lambda: self._accept(transfer.order, filled))
+            self._owner.defer(lambda: self._accept(transfer.order, filled), transfer.fail)
             transfer.end(task.result, None)
-            transfer.rest()
+            transfer.mark_quiet()
             return
-        self._owe(lambda: self._put_aside(transfer.order))
+        self._owner.defer(lambda: self._put_aside(transfer.order))
         self._unquiet.add(transfer)
         transfer.end(None, task.error)
-        story = self._quarantine.quiesced(sources, transfer.order.num_rows)
-        quiet = self._loop.start("quarantine of a pull", story)
-        quiet.on_end = lambda: self._rest(transfer) if quiet.error is None else None
+        routine = self._quarantine.quiesced(sources, transfer.order.num_rows)
+        quiet = self._loop.start("quarantine of a pull", routine)
+        quiet.on_end = lambda: self._take_back(transfer) if quiet.error is None else None
 
-    def rest(self) -> None:
+    def refuse(self, transfer: Transfer, error: TransferError) -> None:
+        """A pull could not begin: nothing has written to its rows."""
+        order = transfer.order
+        self._owner.defer(lambda: self._end_writing(order))
+        transfer.end(None, error)
+        transfer.mark_quiet()
+
+    def mark_quiet(self) -> None:
         """The engine was closed: nothing writes any more."""
         for transfer in tuple(self._unquiet):
-            self._rest(transfer)
+            self._take_back(transfer)
 
-    def _rest(self, transfer: Transfer) -> None:
+    def _take_back(self, transfer: Transfer) -> None:
         """Nothing writes to a failed pull's rows any more."""
         self._unquiet.discard(transfer)
-        self._owe(lambda: self._take_back(transfer.order))
-        transfer.rest()
+        self._owner.defer(lambda: self._end_quarantine(transfer.order))
+        transfer.mark_quiet()
 
     def _count(self, transfer: Transfer, task: Task[Stats], sources: Sequence[Source]) -> None:
         endpoint, metrics = self._endpoint, self._endpoint.metrics
@@ -229,21 +238,22 @@ class Pulls:
 
     # ── in the owner's thread ─────────────────────────────────────────────────────
 
-    def _release(self, blocks: Mapping[int, Blocks]) -> None:
-        for g, listed in blocks.items():
-            self._endpoint.owner.release(g, listed.ids)
-
     def _accept(self, order: Order, filled: Mapping[int, Bools]) -> None:
         for g, ids in order.written_ids.items():
             self._endpoint.owner.trust(g, ids, filled[g][order.written[g]])
-        self._release(order.into)
+        self._end_writing(order)
+
+    def _end_writing(self, order: Order) -> None:
+        self._owner.end_writing(order.written_ids)
+        self._owner.release(order.into)
 
     def _put_aside(self, order: Order) -> None:
         for g, ids in order.written_ids.items():
             self._endpoint.owner.quarantine(g, ids)
-        self._release(order.into)
+        self._owner.release(order.into)
 
-    def _take_back(self, order: Order) -> None:
+    def _end_quarantine(self, order: Order) -> None:
+        self._owner.end_writing(order.written_ids)
         for g, ids in order.written_ids.items():
             self._endpoint.owner.unquarantine(g, ids)
 

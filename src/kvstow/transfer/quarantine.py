@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvstow.errors import TransferError
 from kvstow.transfer.channel.messages import Stop
 from kvstow.transfer.fence import CounterRead
-from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Story, Task, together
+from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Routine, Task, together
 from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
 from kvstow.transfer.peers.flight import Flight
 from kvstow.transfer.source import Source
@@ -91,7 +91,7 @@ class Quarantine:
 
     # ── waiting ───────────────────────────────────────────────────────────────────
 
-    def quiesced(self, sources: Sequence[Source], rows: int) -> Story[None]:
+    def quiesced(self, sources: Sequence[Source], rows: int) -> Routine[None]:
         """Return when nothing can write to the rows of a failed pull any more."""
         flights = [flight for source in sources for flight in source.flights]
         with self.case(flights, rows) as case:
@@ -101,7 +101,7 @@ class Quarantine:
         for source in sources:
             source.forget()
 
-    def _landed(self, case: Case, sources: Sequence[Source]) -> Story[None]:
+    def _landed(self, case: Case, sources: Sequence[Source]) -> Routine[None]:
         """Wait for our own posts; a peer that is silent for long is given up."""
         options = self._endpoint.options
         while not all(flight.is_quiet for flight in case.flights):
@@ -116,7 +116,7 @@ class Quarantine:
             seconds = self._endpoint.options.drain_seconds
             peer.lose(lost(peer.name, f"silent for {seconds} s"))
 
-    def _silent(self, case: Case, source: Source) -> Story[None]:
+    def _silent(self, case: Case, source: Source) -> Routine[None]:
         """Wait until the producer has said that it writes no more, or is dead."""
         endpoint, options = self._endpoint, self._endpoint.options
         liveness_read: Task[None] | None = None
@@ -144,7 +144,7 @@ class Quarantine:
             return True
         return source.card.engine in self._endpoint.gone
 
-    def _looked(self, source: Source) -> Story[None]:
+    def _looked(self, source: Source) -> Routine[None]:
         """Read some memory of the producer's: that it cannot be read tells that it is gone."""
         endpoint, card = self._endpoint, source.card
         endpoint.attach(card, source)
@@ -153,7 +153,7 @@ class Quarantine:
         finally:
             endpoint.detach(card.engine, source)
 
-    def _engine_replaced(self, case: Case) -> Story[None]:
+    def _engine_replaced(self, case: Case) -> Routine[None]:
         number = self._endpoint.num_engines
         case.dead_writers += 1
         while self._endpoint.num_engines == number:
@@ -162,7 +162,7 @@ class Quarantine:
 
     # ── the engine ────────────────────────────────────────────────────────────────
 
-    def upkeep(self) -> Story[None]:
+    def upkeep(self) -> Routine[None]:
         """Look at posts that were given up, and replace the engine when that is due."""
         while True:
             try:
@@ -192,7 +192,7 @@ class Quarantine:
         is_scarce = sum(case.rows for case in waiting) > options.quarantine_share * total
         return waited > options.quarantine_seconds / (HURRY if is_scarce else 1)
 
-    def _replaced(self) -> Story[None]:
+    def _replaced(self) -> Routine[None]:
         """Let what moves end, for a while; then close the engine and go on with a fresh one."""
         endpoint = self._endpoint
         endpoint.is_draining = True

@@ -6,46 +6,35 @@ ours can reach its rows any more.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 from kvstow.errors import FaultKind, KvstowError, TransferError
-from kvstow.memory.digest import copied
-from kvstow.memory.digest_cells import MOST_COPIES
 from kvstow.route.blocks import Blocks
-from kvstow.route.route import Claims
 from kvstow.transfer.channel.messages import (
-    NOT_YET,
     AnyMessage,
     Begin,
     Begun,
     End,
     Failed,
-    Moved,
     Refused,
-    Sample,
     Stop,
     Stopped,
     TellDigest,
-    Why,
     Write,
     Written,
 )
-from kvstow.transfer.digests import asked, digests, num_cells
+from kvstow.transfer.digests import digests
 from kvstow.transfer.loop import (
     AT_ONCE,
     NOW_AND_THEN,
-    SOON,
     Mailbox,
-    Story,
+    Routine,
     Task,
     result_of,
     together,
 )
-from kvstow.transfer.move.copies import chunk_bytes
-from kvstow.transfer.move.gather import Writes
-from kvstow.transfer.move.staged import gathered, pieces
+from kvstow.transfer.move.copies import chunk_bytes, moved
+from kvstow.transfer.move.slots import pieces, stage_pieces
 from kvstow.transfer.peers.blocks import check_blocks
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.flight import Flight
@@ -57,9 +46,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EARLY_SECONDS = 1.0
+
 
 class Serving:
-    """One consumer's transfer, as its story and the server know it."""
+    """One consumer's transfer, as its routine and the server know it."""
 
     def __init__(self, peer: Incoming, begin: Begin) -> None:
         self.peer = peer
@@ -87,31 +78,30 @@ class Serving:
         """Whether nothing of ours can reach the consumer's rows any more."""
         return all(flight.is_quiet for flight in self.flights)
 
-    def count_moved(self) -> None:
-        """Count what the consumer has said that it got of us, if it has."""
-        if not self.mailbox.has(Moved):
-            return
-        told, endpoint, begin = self.mailbox.take(Moved), self.peer.endpoint, self.begin
-        way = "read" if begin.write is None else "staged" if begin.slot_bytes else "write"
-        endpoint.count(endpoint.metrics.served_bytes, way, told.nbytes)
-        self.peer.moved_bytes += told.nbytes
+    def count_served(self, nbytes: int) -> None:
+        """Count what the consumer has got of us."""
+        endpoint, begin = self.peer.endpoint, self.begin
+        way = "slots" if begin.slot_bytes else "write" if begin.write else "read"
+        way = "mapped" if begin.is_mapped else way
+        endpoint.count(endpoint.metrics.served_bytes, way, nbytes)
+        self.peer.moved_bytes += nbytes
 
     def send(self, message: AnyMessage) -> None:
         self.peer.send(message)
 
 
-def serve(server: "Server", serving: Serving) -> Story[None]:
+def serve(server: "Server", serving: Serving) -> Routine[None]:
     """Serve one transfer until its consumer has ended it, or something else has."""
     try:
+        yield from lease_granted(server, serving)
         ticket = server.opened(serving)
         check_tokens(serving.begin, ticket)
         bringing = brought(server.endpoint, serving, ticket)
         telling = told_digests(server.endpoint, serving, ticket)
     except Exception as error:
         server.leases.shut(serving.begin.lease, serving.transfer, accepted=False)
-        if isinstance(error, TransferError) and error.is_early:
-            serving.send(Why(serving.transfer, NOT_YET))
-        serving.send(Refused(serving.transfer, *_fault(error)))
+        is_early = isinstance(error, TransferError) and error.is_early
+        serving.send(Refused(serving.transfer, *_fault(error), is_early))
         return
     serving.send(Begun(serving.transfer))
     accepted = False
@@ -120,13 +110,26 @@ def serve(server: "Server", serving: Serving) -> Story[None]:
         server.loop.expect_work()  # the consumer reads its fence now
         while not serving.mailbox.has(End):
             yield server.loop.pace
-        accepted = serving.mailbox.take(End).outcome == "accepted"
+        end = serving.mailbox.take(End)
+        accepted = end.outcome == "accepted"
         if accepted:
-            serving.count_moved()
+            serving.count_served(end.nbytes)
     except Exception as error:
         yield from stopped(server, serving, error)
     finally:
         server.leases.shut(serving.begin.lease, serving.transfer, accepted=accepted)
+
+
+def lease_granted(server: "Server", serving: Serving) -> Routine[None]:
+    """Wait a moment for the lease of a consumer that waits for no answer: a scheduler may have
+    written the ticket, and the agent hear of it later than the consumer."""
+    until = server.endpoint.clock() + EARLY_SECONDS
+    while (
+        serving.begin.is_mapped
+        and server.leases.is_early(serving.begin.lease)
+        and server.endpoint.clock() < until
+    ):
+        yield NOW_AND_THEN
 
 
 def check_tokens(begin: Begin, ticket: Ticket) -> None:
@@ -142,8 +145,8 @@ def check_tokens(begin: Begin, ticket: Ticket) -> None:
             )
 
 
-def brought(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[None]:
-    """The story of bringing what was ordered: a write into the consumer's rows, pieces in our
+def brought(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Routine[None]:
+    """The routine of bringing what was ordered: a write into the consumer's rows, pieces in our
     slots, or nothing where the consumer reads. Raises before it begins if that cannot be."""
     order = serving.begin.write
     if order is None:
@@ -153,7 +156,7 @@ def brought(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[None]
     return written(endpoint, serving, ticket, order)
 
 
-def nothing() -> Story[None]:
+def nothing() -> Routine[None]:
     return
     yield
 
@@ -169,50 +172,58 @@ def _into(serving: Serving, order: Write) -> dict[int, Blocks]:
     return into
 
 
-def written(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) -> Story[None]:
+def written(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) -> Routine[None]:
     """Write into the consumer's rows."""
     peer, card = serving.peer, serving.peer.card
     route = peer.share(serving.begin.claims).route
     offered, into = ticket.blocks_of(order.num_tokens), _into(serving, order)
     copies = route.copies(offered, into, order.num_tokens, start_token=order.start_token)
+    copies = copies.moved(endpoint.card.base, card.base)
     peer.attach()
 
-    def write() -> Story[None]:
+    def write() -> Routine[None]:
+        how = endpoint, "write", card.engine, endpoint.kinds(card), copies
         chunk = chunk_bytes(peer.write_rate, endpoint.kinds(card))
-        count = yield from Writes(endpoint, card, serving.flights, chunk).all(copies)
-        serving.send(Written(serving.transfer, copies.total, count))
+        yield from moved(*how, flights=serving.flights, chunk=chunk)
+        serving.send(Written(serving.transfer, copies.total, len(copies)))
 
     return write()
 
 
-def staged(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) -> Story[None]:
+def staged(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) -> Routine[None]:
     """Put the rows into our slots, piece by piece."""
     slot_bytes = serving.begin.slot_bytes
-    if endpoint.stage is None or not 0 < slot_bytes <= endpoint.stage.slot_bytes:
-        raise TransferError(f"slots of {slot_bytes} bytes are not to be had", kind="refused")
+    if not 0 < slot_bytes <= endpoint.stage.slot_bytes:
+        raise TransferError(
+            f"slots have {endpoint.stage.slot_bytes} bytes, not {slot_bytes}", kind="refused"
+        )
     route = serving.peer.share(serving.begin.claims).route
     tokens = order.start_token, order.num_tokens
     offered = ticket.blocks_of(order.num_tokens)
-    cut = pieces(route, offered, _into(serving, order), tokens, slot_bytes)
+    parts = pieces(route, offered, _into(serving, order), tokens, slot_bytes)
 
-    def stage() -> Story[None]:
-        yield from gathered(endpoint, cut, serving.mailbox, serving.send, serving.transfer)
-        nbytes = sum(piece.copies.total for piece in cut)
-        serving.send(Written(serving.transfer, nbytes, sum(len(p.copies) for p in cut)))
+    def stage() -> Routine[None]:
+        yield from stage_pieces(endpoint, parts, serving.mailbox, serving.send, serving.transfer)
+        nbytes = sum(part.copies.total for part in parts)
+        serving.send(Written(serving.transfer, nbytes, len(parts)))
 
     return stage()
 
 
-def told_digests(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[None]:
-    """The story of counting the digests that the consumer wants, and telling them."""
+def told_digests(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Routine[None]:
+    """The routine of counting the digests that the consumer wants, and telling them."""
     wanted = serving.begin.samples
     if not wanted:
         return nothing()
     claims = serving.peer.share(serving.begin.claims).claims
 
-    def tell() -> Story[None]:
+    def tell() -> Routine[None]:
+        if endpoint.kind == "DRAM":
+            yield AT_ONCE  # counting keeps the interpreter busy: what moves begins before
+        counting = endpoint.worker.submit(digests, endpoint.arena, ticket.blocks, wanted, claims)
+        counting.add_done_callback(lambda _: endpoint.wake())
         try:
-            values = yield from counted(endpoint, ticket.blocks, wanted, claims)
+            values = yield from result_of(counting)
         except KvstowError as error:
             raise TransferError(f"no digest: {error}", kind="digest") from error
         serving.send(TellDigest(serving.transfer, values))
@@ -220,33 +231,7 @@ def told_digests(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[
     return tell()
 
 
-def counted(
-    endpoint: Endpoint,
-    blocks: Mapping[int, Blocks],
-    wanted: Sequence[Sample],
-    claims: Claims | None,
-) -> Story[tuple[int, ...]]:
-    """Digests of our rows: of a few cells of a device here, of anything else in another thread.
-
-    A device counts many cells while it copies rows, if it is told to first. Anything else keeps
-    the interpreter busy, and begins when the bytes are on their way.
-    """
-    are_few = num_cells(endpoint.layout, wanted) <= MOST_COPIES
-    if are_few or endpoint.kind == "DRAM":
-        yield AT_ONCE
-    what = endpoint.arena, blocks, wanted, claims
-    cells = copied(what[0], asked(*what)) if are_few else None
-    if cells is not None:
-        with closing(cells):
-            while not cells.are_there():
-                yield SOON
-            return cells.counted()
-    counting = endpoint.worker.submit(digests, *what)
-    counting.add_done_callback(lambda _: endpoint.wake())
-    return (yield from result_of(counting))
-
-
-def stopped(server: "Server", serving: Serving, error: Exception) -> Story[None]:
+def stopped(server: "Server", serving: Serving, error: Exception) -> Routine[None]:
     """Tell the consumer why, and, when that is certain, that nothing of ours writes any more.
 
     Until then the transfer stays known: whoever asks about it must not hear that it is over.

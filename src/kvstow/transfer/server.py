@@ -15,21 +15,18 @@ from kvstow.transfer.channel.messages import (
     End,
     Fetched,
     Hello,
-    Moved,
     Refused,
     Renew,
     Stop,
     Stopped,
-    Stranger,
     TellStatus,
-    Welcome,
+    UnknownSession,
 )
 from kvstow.transfer.channel.status import CachedStatus
-from kvstow.transfer.loop import IDLE, Loop, Story
-from kvstow.transfer.move.gather import ready_to_gather
+from kvstow.transfer.loop import IDLE, Loop, Routine
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.incoming import Incoming
-from kvstow.transfer.peers.probe import written_probe
+from kvstow.transfer.peers.probe import write_probe
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.serve import Ended, Serving, serve
 from kvstow.transfer.tickets.lease import EndReason, Lease, Leases
@@ -60,12 +57,11 @@ class Server:
         self.loop = loop
         self.quarantine = quarantine
         self.leases = Leases()
-        self.incoming: dict[int, Incoming] = {}
+        self.incoming: dict[Line, Incoming] = {}
         self.servings: dict[int, Serving] = {}
         self._channel = channel
         self._status = CachedStatus(status, endpoint.clock)
         self.on_question: Callable[[Incoming, AskPrefix], None] = _no_prefix
-        self._lines: dict[int, Line] = {}
         self._tickets: dict[int, Ticket] = {}
         self._probed: list[Incoming] = []
         self._awake_until = 0.0
@@ -118,7 +114,7 @@ class Server:
         if isinstance(message, AskStatus):
             self._channel.send(line, TellStatus(self._status.document()))
             return
-        peer = self.incoming.get(line.session)
+        peer = self.incoming.get(line)
         if peer is None:
             return
         peer.heard_at = self.endpoint.clock()
@@ -129,7 +125,7 @@ class Server:
                 self._end(message)
             case Stop():
                 self._stop(peer, message)
-            case Fetched(transfer) | Moved(transfer):
+            case Fetched(transfer):
                 if transfer in self.servings:
                     self.servings[transfer].mailbox.put(message)
             case Renew(leases):
@@ -154,12 +150,9 @@ class Server:
             self._channel.send(line, message)
 
         now = self.endpoint.clock()
-        self._lines[line.session] = line
-        self.incoming[line.session] = Incoming(self.endpoint, card, layout, send, now)
+        self.incoming[line] = Incoming(self.endpoint, card, layout, send, now)
         self.stay_awake(AWAKE_AFTER_HELLO)
-        send(Welcome(self.endpoint.card))
-        if self.endpoint.kind == "VRAM" or self.endpoint.gathers:
-            self.loop.start(f"get ready for {card.agent}", ready_to_gather(self.endpoint, layout))
+        send(self.endpoint.welcome())
 
     def _begin(self, peer: Incoming, begin: Begin) -> None:
         if begin.transfer in self.servings or begin.transfer in peer.stopped:
@@ -194,18 +187,18 @@ class Server:
         Its order may still come, on a line that the agent has dialled before and has left. A line
         with too many such orders is not heard any more.
         """
-        for session, known in tuple(self.incoming.items()):
-            if known is not peer and known.card.start == peer.card.start:
-                known.stopped.add(transfer)
-                if len(known.stopped) > MOST_STOPPED:
-                    known.send(Stranger())
-                    self._forget(session)
+        for line, other in tuple(self.incoming.items()):
+            if other is not peer and other.card.start == peer.card.start:
+                other.stopped.add(transfer)
+                if len(other.stopped) > MOST_STOPPED:
+                    other.send(UnknownSession())
+                    self._forget(line)
 
     def _probe(self, peer: Incoming, nbytes: int) -> None:
         if any(probed is peer for probed in self._probed):
             return
         self._probed.append(peer)
-        task = self.loop.start("probe", written_probe(self.endpoint, peer, nbytes))
+        task = self.loop.start("probe", write_probe(self.endpoint, peer, nbytes))
         task.deadline = self.endpoint.clock() + self.endpoint.options.contact_seconds
         task.on_end = lambda: self._probed.remove(peer)
 
@@ -220,33 +213,33 @@ class Server:
         """Let the engine work without pause for so long: some engines' targets have to."""
         self._awake_until = max(self._awake_until, self.endpoint.clock() + seconds)
 
-    def upkeep(self) -> Story[None]:
+    def upkeep(self) -> Routine[None]:
         """Let leases run out, and forget consumers that are silent."""
         silent = SILENT_BEATS * self.endpoint.options.heartbeat_seconds
         while True:
             now = self.endpoint.clock()
             self.leases.expire(now=now)
-            for session, peer in tuple(self.incoming.items()):
+            for line, peer in tuple(self.incoming.items()):
                 if now - peer.heard_at > silent:
                     self.endpoint.note("consumer-silent", {"peer": peer.card.agent})
-                    self._forget(session)
+                    self._forget(line)
             yield self.loop.pace if now < self._awake_until else IDLE
 
-    def _forget(self, session: int) -> None:
-        peer = self.incoming.pop(session)
+    def _forget(self, line: Line) -> None:
+        peer = self.incoming.pop(line)
         for serving in tuple(self.servings.values()):
             if serving.peer is peer:
                 serving.interrupt(Ended("its consumer is gone", kind="peer"))
         peer.detach()
-        self._channel.hang_up(self._lines.pop(session))
+        self._channel.hang_up(line)
 
     def forget_all(self) -> None:
         """Have everybody say hello again."""
-        for session, peer in tuple(self.incoming.items()):
-            peer.send(Stranger())
-            self._forget(session)
+        for line, peer in tuple(self.incoming.items()):
+            peer.send(UnknownSession())
+            self._forget(line)
 
 
-def _no_prefix(peer: Incoming, asked: AskPrefix) -> None:
-    """Nothing is registered here."""
-    peer.tell_miss(asked.question, "absent")
+def _no_prefix(peer: Incoming, question: AskPrefix) -> None:
+    """Nothing is lent here."""
+    peer.tell_miss(question.question, "absent")

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from kvstow.errors import FaultKind, RouteError, TransferError
 from kvstow.plan.layout import Layout
-from kvstow.route.route import Route
+from kvstow.route.route import Claims, Route
 from kvstow.route.sources import sources as sources_of
-from kvstow.route.ways import Way
+from kvstow.transfer.channel.base import Line
 from kvstow.transfer.channel.messages import (
-    NOT_YET,
     Alive,
     AnyMessage,
     Begin,
@@ -18,32 +18,41 @@ from kvstow.transfer.channel.messages import (
     Claim,
     End,
     Failed,
-    Moved,
     Refused,
     Sample,
     Stop,
     Stopped,
-    Why,
     Write,
     Written,
 )
 from kvstow.transfer.digests import packed_claims
 from kvstow.transfer.loop import Mailbox
+from kvstow.transfer.options import Way
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.flight import Flight
 from kvstow.transfer.peers.outgoing import Outgoing
-from kvstow.transfer.tickets.lease import UNKNOWN
 from kvstow.transfer.tickets.ticket import Ticket
+from kvstow.transfer.transport.mapped import MappedPeer
+
+MOST_PLANS = 64
 
 Outcome = Literal["accepted", "failed", "aborted"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class SourcePlan:
     """What one source brings: nothing without a route, everything without claims."""
 
     route: Route | None
     claims: tuple[Claim, ...] | None
+    counted: Claims | None = None
+
+    @cached_property
+    def mean_bytes(self) -> int:
+        """The mean length of the pieces that the route copies."""
+        assert self.route is not None
+        kinds = [kind.copies for pair in self.route.pairs for kind in pair.period]
+        return sum(each.total for each in kinds) // max(1, sum(map(len, kinds)))
 
 
 class Source:
@@ -69,11 +78,16 @@ class Source:
         self.flights: list[Flight] = []
         self.direction: Way = "read"
         self.route: Route | None = None
+        self.claims: Claims | None = None
+        self.mapped: MappedPeer | None = None
+        """Its memory, while we copy out of it and compare."""
         self.nbytes = 0
         self.descriptors = 0
         self._endpoint = endpoint
         self._interrupt = interrupt
         self._card: Card | None = None
+        self.line: Line | None = None
+        """The line on which it has begun."""
 
     @property
     def card(self) -> Card:
@@ -106,11 +120,16 @@ class Source:
         slot_bytes: int,
         samples: tuple[Sample, ...],
     ) -> None:
-        """Tell the producer what we read, or what it shall write or stage. Raises TransferError."""
+        """Tell the producer what we read, or what it shall write or put into slots.
+        Raises TransferError."""
         self._card = card = self.peer.card
         assert card is not None
-        self._endpoint.attach(card, self.peer)  # a failed write of ours may have disconnected it
-        self.direction, self.route = direction, plan.route
+        self.direction, self.route, self.claims = direction, plan.route, plan.counted
+        self.line = self.peer.line
+        if direction == "mapped":
+            self._hold(self.peer.mapped)
+        else:
+            self._endpoint.attach(card, self.peer)  # a failed write may have disconnected it
         self.peer.readers[self.id] = self
         self.peer.kept.discard(self.lease)
         self._endpoint.moving.add(self.id)
@@ -122,9 +141,16 @@ class Source:
                 plan.claims,
                 write,
                 slot_bytes,
-                samples if plan.route else (),
+                samples if plan.route and direction != "mapped" else (),
+                direction == "mapped",
             )
         )
+
+    def _hold(self, mapped: MappedPeer | None) -> None:
+        if mapped is None:
+            raise self.fault(f"its memory is not mapped: {self.peer.unmapped or 'lost'}", "refused")
+        mapped.hold()
+        self.mapped = mapped
 
     def send(self, message: AnyMessage) -> None:
         """Say something to the producer."""
@@ -134,7 +160,7 @@ class Source:
         """Give up: the producer shall write and stage no more. A peer to which a post has
         failed is lost, and greeted again by whoever needs it."""
         if self.id in self._endpoint.moving:
-            if self.direction in ("write", "staged"):
+            if self.direction in ("write", "slots"):
                 self.send(Stop(self.id))
             self.end("aborted" if error.kind == "aborted" else "failed")
         if self._card is not None and self._card.engine in self._endpoint.broken:
@@ -142,15 +168,22 @@ class Source:
 
     def end(self, outcome: Outcome) -> None:
         """Tell the producer how it went; its lease is not renewed any more."""
+        mapped, self.mapped = self.mapped, None
+        if mapped is not None:
+            mapped.release()
         self._endpoint.moving.discard(self.id)
-        if outcome == "accepted" and self.route is not None:
-            self.send(Moved(self.id, self.nbytes, self.descriptors))
-        self.send(End(self.id, self.lease, outcome))
+        self.send(End(self.id, self.lease, outcome, self.nbytes))
         self.lease = 0
 
     def forget(self) -> None:
         """No more messages: nothing writes for this source any more."""
         self.peer.readers.pop(self.id, None)
+
+    def refusal(self, message: Refused) -> TransferError:
+        """The error of a ticket that the producer does not take."""
+        fault = self.fault("\n".join(message.reasons), message.kind)
+        fault.is_early = message.is_early
+        return fault
 
     # ── what we hear ──────────────────────────────────────────────────────────────
 
@@ -160,13 +193,14 @@ class Source:
         return self.direction != "write" or self.mailbox.has(Written, Stopped, Refused)
 
     def hear(self, message: AnyMessage) -> None:
-        """Take in what the producer says about this transfer."""
+        """Take in what the producer says about this transfer. Where its memory is mapped, that is
+        not waited for, and ends nothing: its counters say what holds."""
         self.mailbox.put(message)
+        if self.mapped is not None:
+            return
         match message:
-            case Refused(_, kind, reasons):
-                fault = self.fault("\n".join(reasons), kind)
-                fault.is_early = self._is_early(fault)
-                self._interrupt(fault)
+            case Refused():
+                self._interrupt(self.refusal(message))
             case Failed(_, kind, reason):
                 self._interrupt(self.fault(reason, kind))
             case Alive():
@@ -174,15 +208,10 @@ class Source:
             case _:
                 pass
 
-    def _is_early(self, refusal: TransferError) -> bool:
-        """Whether the producer does not know the ticket yet; older ones say so in words only."""
-        if self.mailbox.has(Why):
-            return self.mailbox.first(Why).reason == NOT_YET
-        return refusal.kind == "ticket" and UNKNOWN in str(refusal)
-
     def lose(self, error: TransferError) -> None:
-        """The peer is gone."""
-        self._interrupt(error)
+        """The peer is gone. Its memory stays, where it is mapped: the pull goes on."""
+        if self.mapped is None:
+            self._interrupt(error)
 
 
 class SourcePlans:
@@ -203,10 +232,13 @@ class SourcePlans:
                     f"sources do not make a whole:\n{error}", kind="refused"
                 ) from None
             by_index = {source.index: source for source in found}
+            if len(self._known) >= MOST_PLANS:
+                self._known.clear()
             self._known[key] = tuple(
                 SourcePlan(
                     by_index[i].route,
                     packed_claims(by_index[i].claims) if len(sources) > 1 else None,
+                    by_index[i].claims,
                 )
                 if i in by_index
                 else SourcePlan(None, None)

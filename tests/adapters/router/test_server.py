@@ -14,16 +14,12 @@ import pytest
 from aiohttp import ClientError, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from kvstow.adapters.router.prefixes import EventSource, Prefixes
-from kvstow.adapters.router.server import ROUTER, RouterOptions, application
-from kvstow.events.announce import Announcer, GroupKind
-from kvstow.events.publisher import EventPublisher
+from kvstow.adapters.router.server import RouterOptions, application
 from waiting import stop
 
 TICKETS = {"do_remote_prefill": True, "kvstow": {"tickets": ["kvt2.x"]}}
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-SIZE = 4
 
 
 class Engine:
@@ -42,17 +38,17 @@ class Engine:
         self.breaks_off = False
         self.falls_silent = False
         """It streams a piece and then nothing, and is healthy."""
+        self.reply = b""
+        """What it answers, whatever it is asked."""
+        self.has_lost_client = False
         self.release = asyncio.Event()
-        self.tokenized = 0
         self.health_asked = 0
         app = web.Application(client_max_size=1 << 30)
         for path in (COMPLETIONS, CHAT):
             app.router.add_post(path, self._complete)
-        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         self.server = TestServer(app)
-        self.publisher: EventPublisher | None = None
 
     @property
     def url(self) -> str:
@@ -62,8 +58,14 @@ class Engine:
         body = await request.json()
         self.asked.append(body)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        if self.reply:
+            return web.Response(body=self.reply, content_type="application/json")
         if self.hangs or self.is_stopped:
-            await self.release.wait()
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                self.has_lost_client = True
+                raise
         if self.status != 200:
             return web.json_response({"error": self.name}, status=self.status)
         if self.tickets:
@@ -83,14 +85,6 @@ class Engine:
         await reply.write_eof()
         return reply
 
-    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.tokenized += 1
-        if self.hangs or self.is_stopped:
-            await self.release.wait()
-        text = body.get("prompt") or "".join(m["content"] for m in body["messages"])
-        return web.json_response({"tokens": [ord(letter) for letter in text]})
-
     async def _health(self, request: web.Request) -> web.StreamResponse:
         self.health_asked += 1
         if self.is_stopped:
@@ -100,38 +94,12 @@ class Engine:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"data": [self.name]})
 
-    def holds(self, text: str, medium: Any = "GPU", **about: str) -> None:
-        """Publish that this engine holds the whole blocks of a text."""
-        if self.publisher is None:
-            self.publisher = EventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*")
-        tokens = [ord(letter) for letter in text]
-        kind = GroupKind(index=0, block_tokens=SIZE, kind="full_attention")
-        announcer = Announcer([kind])
-        ends = range(SIZE, len(tokens) + 1, SIZE)
-        hashes = [hash((text[:end], *about.items())) & 0xFFFFFFFF for end in ends]
-        announcer.know(hashes, tokens, SIZE, **about)
-        announcer.stored(medium, 0, hashes)
-        self.publisher.publish(announcer.take())
-
-    def source(self) -> EventSource:
-        if self.publisher is None:
-            self.publisher = EventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*")
-        return EventSource(self.url, self.publisher.address, self.publisher.replay_address)
-
 
 class Front:
     """The router, and a client of it."""
 
     def __init__(self, client: TestClient[Any, Any]) -> None:
         self.client = client
-
-    @property
-    def prefixes(self) -> Prefixes:
-        app = self.client.app
-        assert app is not None
-        found = app[ROUTER].prefixes
-        assert found is not None
-        return found
 
     async def ask(self, path: str = COMPLETIONS, **body: Any) -> Any:
         answer = await self.client.post(path, json={"model": "m", "prompt": "Hello", **body})
@@ -157,9 +125,7 @@ async def running(
     engines = [*prefill, *decode]
     for engine in engines:
         await engine.server.start_server()
-    if options.get("by_prefix"):
-        options["events"] = tuple(engine.source() for engine in engines)
-    quick = {"connect": 20.0, "silence": 0.1, "health": 20.0, "rest": 0.2, "tokenize": 20.0}
+    quick = {"connect": 20.0, "silence": 0.1, "health": 20.0, "rest": 0.2}
     app = application(
         [engine.url for engine in prefill],
         [engine.url for engine in decode],
@@ -172,8 +138,6 @@ async def running(
         for engine in engines:
             engine.release.set()
             await engine.server.close()
-            if engine.publisher is not None:
-                engine.publisher.close()
 
 
 def run(story: Callable[[], Awaitable[None]]) -> None:
@@ -646,177 +610,142 @@ def test_models_are_those_of_a_decode_instance():
     run(story)
 
 
-# ── prefixes ──────────────────────────────────────────────────────────────────────────
-
-PROMPT = "The capital of France is"
+# ── hostile instances and clients ─────────────────────────────────────────────────────
 
 
-async def heard(front: Front, *engines: Engine) -> None:
-    """Wait until the router knows of blocks of these engines."""
-    index = front.prefixes.index
-    await eventually(lambda: all(index.num_blocks(engine.url) for engine in engines))
+DEEP = b"[" * 100_000
+NESTED = b'{"kv_transfer_params": {"x": ' + b"[" * 980 + b"]" * 980 + b"}}"
 
 
-def test_the_instance_with_the_longest_prefix_prefills_and_decodes():
+@pytest.mark.parametrize("reply", [DEEP, NESTED, b"no JSON"], ids=["deep", "nested", "text"])
+def test_what_a_prefill_answers_that_is_no_json_counts_against_it_alone(reply: bytes):
     async def story() -> None:
-        prefill = [Engine(f"p{i}", tickets=True) for i in range(3)]
-        decode = [Engine(f"d{i}") for i in range(3)]
-        async with running(prefill, decode, by_prefix=True) as front:
-            prefill[1].holds(PROMPT[:8])
-            prefill[2].holds(PROMPT[:16], "STORAGE")
-            decode[1].holds(PROMPT[:12], "CPU")
-            await heard(front, prefill[1], prefill[2], decode[1])
-            for _ in range(4):
-                assert await front.text(prompt=PROMPT) == "d1"
-            assert [len(each.asked) for each in prefill] == [0, 0, 4]
-            metrics = await (await front.client.get("/metrics")).text()
-            for kind, who, count in (("prefill", prefill[2], 4), ("decode", decode[1], 4)):
-                answers = f'kvstow_router_answers_total{{kind="{kind}",url="{who.url}"}}'
-                assert f"{answers} {count}.0" in metrics
-            assert metrics.count("kvstow_router_answers_total{") == 2
-            for who, tier, count in ((prefill[2], "disk", 4), (decode[1], "host", 3)):
-                blocks = f'kvstow_router_prefix_blocks{{tier="{tier}",url="{who.url}"}}'
-                assert f"{blocks} {count}.0" in metrics
-        assert 'kvstow_router_prompt_tokens_total{where="held"} 48.0' in metrics
-        assert 'kvstow_router_prompt_tokens_total{where="not held"} 48.0' in metrics
+        bad, good, decode = Engine("b"), Engine("g", tickets=True), Engine("d")
+        bad.reply = reply
+        async with running([bad, good], [decode], rest=3600) as front:
+            assert [await front.text() for _ in range(6)] == ["d"] * 6
+            assert await front.counts() == {"prefill": 1.0, "tickets": 6.0}
+        assert len(bad.asked) == 1
 
     run(story)
 
 
-def test_token_ids_and_chats_are_found_too_and_adapters_and_salts_kept_apart():
+@pytest.mark.parametrize("body", [{"n": 3}, {"prompt": ["one", "two"]}])
+def test_what_becomes_several_requests_in_an_engine_carries_no_tickets(body: dict[str, Any]):
     async def story() -> None:
-        decode = [Engine(f"d{i}") for i in range(3)]
-        async with running([], decode, by_prefix=True) as front:
-            decode[1].holds(PROMPT)
-            decode[2].holds(PROMPT, adapter="poems", salt="tenant")
-            await heard(front, decode[1], decode[2])
-            ids = [ord(letter) for letter in PROMPT]
-            assert await front.text(prompt=ids) == "d1"
-            messages = [{"role": "user", "content": PROMPT}]
-            chat = await front.ask(CHAT, prompt=None, messages=messages)
-            assert chat["choices"][0]["text"] == "d1"
-            mine = {"prompt": ids, "model": "poems", "cache_salt": "tenant"}
-            assert await front.text(**mine) == "d2"
-            others = [await front.text(**mine | {"cache_salt": "x"}) for _ in range(3)]
-            assert sorted(others) == ["d0", "d1", "d2"]
+        prefill, decode = Engine("p", tickets=True), Engine("d")
+        async with running([prefill], [decode]) as front:
+            assert await front.text(**body) == "d"
+            assert await front.counts() == {"plain": 1.0}
+        assert prefill.asked == []
+        assert "kv_transfer_params" not in decode.asked[0]
 
     run(story)
 
 
-@pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 70, True, 1.0, "x", None])
-def test_what_is_no_token_is_left_to_the_engine_to_refuse(token: object):
+def test_the_router_is_healthy_while_some_decode_instance_is():
+    async def story() -> None:
+        first, second = Engine("d"), Engine("e")
+        async with running([Engine("p")], [first, second]) as front:
+            for a, b, status in ((200, 200, 200), (503, 200, 200), (503, 503, 503)):
+                first.health_status, second.health_status = a, b
+                assert (await front.client.get("/health")).status == status
+
+    run(story)
+
+
+def test_the_router_is_not_healthy_before_any_decode_instance_can_be_reached():
+    async def story() -> None:
+        options = RouterOptions(health=5.0)
+        app = application([], ["http://127.0.0.1:9"], options)
+        async with TestClient(TestServer(app)) as client:
+            assert (await client.get("/health")).status == 503
+
+    run(story)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for():
     async def story() -> None:
         decode = Engine("d")
-        async with running([], [decode], by_prefix=True) as front:
-            decode.holds(PROMPT)
-            await heard(front, decode)
-            ids = [ord(letter) for letter in PROMPT]
-            assert await front.text(prompt=[*ids, token]) == "d"
-        assert decode.asked[0]["prompt"] == [*ids, token]
+        async with running([], [decode], body=0.2) as front:
+            host, port = front.client.server.host, front.client.server.port
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            assert b" 408 " in await reader.readline()
+            writer.close()
+        assert decode.asked == []
 
     run(story)
 
 
-def test_load_outweighs_a_prefix():
+def test_a_client_that_leaves_takes_its_request_along():
     async def story() -> None:
-        decode = [Engine("d0"), Engine("d1")]
-        async with running([], decode, by_prefix=True) as front:
-            decode[1].holds(PROMPT)
-            await heard(front, decode[1])
-            decode[1].hangs = True
-            waiting = asyncio.create_task(front.text(prompt=PROMPT))
-            await eventually(lambda: len(decode[1].asked) == 1)
-            assert await front.text(prompt=PROMPT[:16] + "another country") == "d0"
-            decode[1].release.set()
-            assert await waiting == "d1"
+        decode = Engine("d")
+        decode.hangs = True
+        await decode.server.start_server()
+        with served([], [decode.url]) as (port, _):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request_head(2) + b"{}")
+            await eventually(lambda: len(decode.asked) == 1)
+            writer.close()
+            await eventually(lambda: decode.has_lost_client)
+        await decode.server.close()
 
     run(story)
 
 
-def test_a_failed_instance_is_left_out_whatever_it_holds():
+def test_a_router_with_half_open_requests_and_a_stream_ends_when_it_is_terminated():
     async def story() -> None:
-        decode = [Engine("d0"), Engine("d1")]
-        async with running([], decode, by_prefix=True, rest=3600) as front:
-            decode[1].holds(PROMPT)
-            await heard(front, decode[1])
-            decode[1].hangs, decode[1].health_status = True, 503
-            assert await front.text(prompt=PROMPT) == "d0"
-            assert await front.text(prompt=PROMPT) == "d0"
-        assert len(decode[1].asked) == 1
+        decode = Engine("d")
+        decode.hangs = True
+        await decode.server.start_server()
+        with served([], [decode.url]) as (port, router):
+            writers: list[asyncio.StreamWriter] = []
+            for sent in (b"", b"POST /v1", request_head(9), request_head(2) + b"{}") * 10:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(sent)
+                writers.append(writer)
+            await eventually(lambda: len(decode.asked) == 10)
+            router.terminate()
+            assert await asyncio.to_thread(router.wait, 40) == 0
+            for writer in writers:
+                writer.close()
+        decode.release.set()
+        await decode.server.close()
 
     run(story)
 
 
-def test_an_instance_that_was_stopped_is_asked_for_tokens_once():
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comple"])
+def test_a_connection_without_a_whole_request_head_is_closed(sent: bytes):
     async def story() -> None:
-        stopped, decode = Engine("s"), Engine("d")
-        limits = {"tokenize": 0.3, "health": 0.3, "rest": 3600}
-        async with running([], [stopped, decode], by_prefix=True, **limits) as front:
-            decode.holds(PROMPT)
-            await heard(front, decode)
-            stopped.is_stopped = True
-            assert [await front.text(prompt=PROMPT) for _ in range(4)] == ["d"] * 4
-            assert (await front.counts())["decode"] == 1.0
-        assert (stopped.tokenized, len(stopped.asked)) == (1, 0)
+        with served([], ["http://127.0.0.1:9"], keepalive=0.3) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            assert await reader.read() == b""
+            writer.close()
 
     run(story)
 
 
-def test_an_instance_that_is_slow_with_tokens_and_healthy_is_not_left_out():
-    async def story() -> None:
-        slow = Engine("s")
-        async with running([], [slow], by_prefix=True, tokenize=0.1) as front:
-            slow.holds(PROMPT)
-            await heard(front, slow)
-            slow.hangs = True
-            asking = asyncio.create_task(front.text(prompt=PROMPT))
-            await eventually(lambda: len(slow.asked) == 1)
-            slow.release.set()
-            assert await asking == "s"
-            assert await front.counts() == {"plain": 1.0}
-
-    run(story)
+def request_head(length: int) -> bytes:
+    return f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
-def test_turns_are_taken_where_nobody_says_the_tokens():
-    async def story() -> None:
-        decode = [Engine("d0"), Engine("d1")]
-        async with running([], decode, by_prefix=True) as front:
-            texts = [await front.text(prompt=PROMPT) for _ in range(4)]
-            assert sorted(texts) == ["d0", "d0", "d1", "d1"]
-            assert decode[0].tokenized + decode[1].tokenized == 0  # nobody holds anything
-            decode[1].holds(PROMPT)
-            await heard(front, decode[1])
-            texts = [await front.text(prompt=[PROMPT, PROMPT]) for _ in range(4)]
-            assert sorted(texts) == ["d0", "d0", "d1", "d1"]
-
-    run(story)
-
-
-def test_turns_are_taken_where_nobody_holds_a_text():
-    async def story() -> None:
-        decode = [Engine("d0"), Engine("d1")]
-        async with running([], decode, by_prefix=True) as front:
-            decode[1].holds(PROMPT)
-            await heard(front, decode[1])
-            texts = [await front.text(prompt=f"{k} bottles of beer") for k in range(4)]
-            assert sorted(texts) == ["d0", "d0", "d1", "d1"]
-            assert decode[0].tokenized + decode[1].tokenized == 4
-
-    run(story)
-
-
-def test_what_an_instance_held_is_forgotten_when_its_events_end():
-    async def story() -> None:
-        decode = [Engine("d0"), Engine("d1")]
-        async with running([], decode, by_prefix=True) as front:
-            decode[1].holds(PROMPT)
-            await heard(front, decode[1])
-            assert await front.text(prompt=PROMPT) == "d1"
-            assert decode[1].publisher is not None
-            decode[1].publisher.close()
-            await eventually(lambda: not front.prefixes.index.num_blocks(decode[1].url))
-            texts = {await front.text(prompt=PROMPT) for _ in range(4)}
-            assert texts == {"d0", "d1"}
-
-    run(story)
+@contextmanager
+def served(
+    prefill: list[str], decode: list[str], *, keepalive: float = 30.0
+) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """A router of its own process, with its port."""
+    start = "import kvstow.cli, kvstow.adapters.router.server as server; "
+    start += f"server.KEEPALIVE_SECONDS = {keepalive}; kvstow.cli.main()"
+    words = [sys.executable, "-c", start, "route-requests", "--port", "0"]
+    words += [word for url in prefill for word in ("--prefill", url)]
+    words += [word for url in decode for word in ("--decode", url)]
+    router = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        assert router.stderr is not None
+        yield int(router.stderr.readline().split()[1].rsplit(":", 1)[1]), router
+    finally:
+        router.kill()
+        router.communicate()

@@ -2,23 +2,33 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    MllamaForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+)
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.models.mllama import MllamaTextConfig
+from transformers.models.qwen3_5 import Qwen3_5Config
 from transformers.utils import logging
 
 from kvstow.adapters.transformers import (
     Cache,
-    HeadShard,
     ModelMemory,
     cache_layers,
     cache_name,
 )
 from kvstow.adapters.transformers.batch.rows import one_stride
-from kvstow.adapters.transformers.model.inspect import trial
+from kvstow.adapters.transformers.model.inspect import kept_layers, twin_cache
 from kvstow.errors import BlockError, ModelError
+from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import DType
-from kvstow.testing.tiny_models import tiny_model
+from kvstow.testing.tiny_models import FAMILIES, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +55,7 @@ def test_sliding_layers_keep_their_window_and_full_layers_everything():
 
 def test_a_latent_model_is_described_by_what_the_engine_stores():
     model = tiny_model("deepseek_v3")
-    stored = trial(model).layers[0]
+    stored = twin_cache(model).layers[0]
     spec = cache_layers(model)[0]
     assert spec.heads.size == stored.keys.shape[1]
     assert spec.field("k").shape == stored.keys.shape[3:]
@@ -93,19 +103,27 @@ def test_a_layer_of_lightning_attention_keeps_a_state_and_nothing_else():
     ]
 
 
-@pytest.mark.parametrize("computes_all", [False, True])
-def test_a_shard_holds_its_part_of_all_heads(computes_all):
-    shard = HeadShard(1, 2, computes_all=computes_all)
-    heads = cache_layers(tiny_model("llama"), shard=shard)[0].heads
-    held = 1 if computes_all else 2
-    assert (heads.total, heads.pieces) == (2 * held, ((held, 2 * held),))
+def test_a_rank_holds_its_part_of_all_heads_and_a_latent_whole():
+    heads = cache_layers(tiny_model("llama"), tp=(1, 2))[0].heads
+    assert (heads.total, heads.pieces) == (2, ((1, 2),))
+    latent = cache_layers(tiny_model("deepseek_v3"), tp=(1, 2))[0].heads
+    assert (latent.total, latent.pieces) == (1, ((0, 1),))
 
 
-def test_a_latent_is_held_whole_by_every_rank():
-    heads = cache_layers(tiny_model("deepseek_v3"), shard=HeadShard(1, 2, computes_all=True))[
-        0
-    ].heads
-    assert (heads.total, heads.pieces) == (1, ((0, 1),))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_twin_without_weights_keeps_what_the_model_keeps(family, dtype):
+    model = tiny_model(family).to(dtype)
+    ids = torch.arange(8).unsqueeze(0)
+    with torch.no_grad():
+        kept = model(ids, use_cache=True)[cache_name(model)]
+    assert cache_layers(model, block_tokens=4) == kept_layers(kept, block_tokens=4)
+
+
+def test_a_model_is_not_run_to_learn_what_it_keeps():
+    model = tiny_model("llama")
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
+    ModelMemory.of(model, budget=1 << 20, identity=Identity.unverified("a test")).close()
 
 
 @pytest.mark.parametrize(
@@ -358,3 +376,48 @@ def test_generate_refuses_to_make_a_cache_beside_this_one(kind):
         with pytest.raises(ValueError, match="both `cache_implementation`"):
             model.generate(ids, **given)
         assert cache.num_tokens == 0
+
+
+def test_models_that_attend_to_an_encoder_are_refused_in_words():
+    bart = BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16,
+            decoder_ffn_dim=16, encoder_attention_heads=2, decoder_attention_heads=2,
+        )
+    )  # fmt: skip
+    text = MllamaTextConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, cross_attention_layers=[1], pad_token_id=0,
+    )  # fmt: skip
+    for model in (bart, MllamaForCausalLM(text)):
+        with pytest.raises(
+            ModelError, match=r"attends to an encoder.*\n\nhint: use the model's own"
+        ):
+            Cache(model, memory="1MiB")
+
+
+def test_positions_that_the_last_batch_left_on_a_model_do_not_hinder_a_cache():
+    """Models of Qwen's that see images keep `rope_deltas` of their last batch."""
+    text = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(text_config=text, vision_config=vision)
+    model = Qwen3_5ForConditionalGeneration(config).eval()
+    ids = torch.arange(100, 110).repeat(3, 1)
+    theirs = model.generate(ids, max_new_tokens=3, do_sample=False)
+    assert model.model.rope_deltas.shape == (3, 1)
+    for batch in (ids, ids[:1]):
+        with Cache(model, memory="8MiB") as cache:
+            ours = model.generate(batch, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        assert torch.equal(ours, theirs[: len(batch)])

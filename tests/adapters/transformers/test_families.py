@@ -17,7 +17,7 @@ from kvstow.demo import weights
 from kvstow.demo.packaged import SMOLLM2
 from kvstow.memory.copy import copy
 from kvstow.plan.layout import ORDERS
-from kvstow.route.route import route
+from kvstow.route.route import plan_route
 from kvstow.testing.tiny_models import FAMILIES, tiny_model
 
 BLOCK_TOKENS = 4
@@ -210,7 +210,7 @@ def test_rows_that_came_from_elsewhere_go_on_with_the_same_logits(family):
         with Cache(here) as cache:
             computed(model, ids[:, :-1], cache, PROMPT_TOKENS)
             request = there.ledger.admit(PROMPT_TOKENS).request
-            moves = route(here.layout, there.layout).copies(
+            moves = plan_route(here.layout, there.layout).copies(
                 cache.blocks(0), there.ledger.blocks(request), PROMPT_TOKENS
             )
             copy(here.arena, there.arena, moves).wait()

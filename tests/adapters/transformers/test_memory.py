@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from kvstow.adapters.transformers import Cache, HeadShard, ModelMemory, model_identity
+from kvstow.adapters.transformers import Cache, ModelMemory, model_identity
 from kvstow.adapters.transformers import memory as memory_module
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import ArenaError, ModelError
@@ -105,7 +105,7 @@ def test_two_checkpoints_share_no_block_keys():
 def test_ranks_of_one_model_have_the_identity_that_they_are_given():
     model = tiny_model("llama")
     identity = Identity.unverified("each rank holds a part of the weights", model="m")
-    with ModelMemory.of(model, budget=1 << 20, shard=HeadShard(0, 2), identity=identity) as memory:
+    with ModelMemory.of(model, budget=1 << 20, tp=(0, 2), identity=identity) as memory:
         assert memory.layout.identity == identity
         assert memory.layout.model == "m"
 

@@ -51,6 +51,7 @@ def test_a_prompt_found_on_disk_gives_the_models_own_tokens(tmp_path, family, nu
             Cache(model, memory="8MiB", tokens=ids, store=store) as cache,
         ):
             assert cache.found_tokens == found
+            cache.prefill(model, ids)
             got = model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False)
         assert torch.equal(got, wanted)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from typer.testing import CliRunner
 
 from kvstow.adapters.vllm.protocol import OURS
@@ -62,12 +62,28 @@ class StandInMetrics:
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: dict[int, Any]
     ) -> None:
         self._counter_cls = metric_types[Counter]
+        self._gauge_cls = metric_types[Gauge]
+        self._histogram_cls = metric_types[Histogram]
         self.per_engine_labelvalues = per_engine
+
+
+@dataclass
+class StandInStats:
+    """What `KVConnectorStats` does for its subclasses."""
+
+    data: dict[str, Any]
 
 
 class Role(Enum):
     SCHEDULER = 0
     WORKER = 1
+
+
+class HitSource(Enum):
+    HOST = "host"
+    P2P = "p2p"
+    DISK = "disk"
+    EXTERNAL_UNSPECIFIED = "external_unspecified"
 
 
 class Status(Enum):
@@ -142,9 +158,10 @@ def stand_ins() -> dict[str, ModuleType]:
         },
         f"{BASE}.metrics": {
             "KVConnectorPromMetrics": StandInMetrics,
-            "KVConnectorStats": type("KVConnectorStats", (), {}),
+            "KVConnectorStats": StandInStats,
         },
         "vllm.v1.request": {"RequestStatus": Status},
+        "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": HitSource},
         "vllm.v1.engine.core": engine_cores(),
     }
     modules: dict[str, ModuleType] = {}
@@ -162,13 +179,19 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """`kvstow.adapters.vllm.connector`, over an engine of its own for rows in one process."""
     for name, module in stand_ins().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "kvstow.adapters.vllm.connector", raising=False)
+    for name in ("bases", "metrics", "connector"):
+        monkeypatch.delitem(sys.modules, f"kvstow.adapters.vllm.{name}", raising=False)
     import kvstow.adapters.vllm.connector as made
 
     fabric = Fabric()
     monkeypatch.setattr(made, "NixlTransport", lambda listen: LocalTransport(fabric))
+    monkeypatch.setattr(made, "check_sleep", lambda *given: None)
+    monkeypatch.setattr(
+        made, "check_engine", lambda *given: None
+    )  # tests/vllm has the real classes
     yield made
-    del sys.modules["kvstow.adapters.vllm.connector"]
+    for name in ("bases", "metrics", "connector"):
+        del sys.modules[f"kvstow.adapters.vllm.{name}"]
 
 
 class FullAttentionSpec:
@@ -191,6 +214,7 @@ def vllm_config(*, publishes: bool = True, **options: object) -> SimpleNamespace
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            data_parallel_size=1,
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             rank=0,
@@ -202,6 +226,7 @@ def vllm_config(*, publishes: bool = True, **options: object) -> SimpleNamespace
         device_config=SimpleNamespace(device_type="cpu"),
         compilation_config=SimpleNamespace(static_forward_context={}),
         scheduler_config=SimpleNamespace(policy="fcfs"),
+        num_prefill_lookahead_tokens=0,
         kv_events_config=SimpleNamespace(enable_kv_cache_events=publishes),
     )
 
@@ -299,12 +324,16 @@ class Engine:
         self.scheduler = connector.KvstowConnector(given[0], Role.SCHEDULER, given[1])
         self.worker = connector.KvstowConnector(given[0], Role.WORKER, given[1])
         self.worker.register_kv_caches(self.views)
-        told = self.worker.get_handshake_metadata()
-        told = told if in_process else pickle.loads(pickle.dumps(told))
-        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        self.introduce(in_process=in_process)
         self.cache = CacheManager()
         self.pool = self.cache.block_pool
         self.scheduler.bind_kv_cache_manager(self.cache)
+
+    def introduce(self, *, in_process: bool) -> None:
+        """The scheduler's connector meets the worker's."""
+        metadata = self.worker.get_handshake_metadata()
+        metadata = metadata if in_process else pickle.loads(pickle.dumps(metadata))
+        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
 
     def set_weight_version(self, name: str) -> None:
         """What a user tells vLLM."""
@@ -320,13 +349,15 @@ class Engine:
         assert params is not None
         return params
 
-    def decode(self, params: dict[str, object], ids: list[int]) -> None:
-        asking = request("d", kv_transfer_params=params)
+    def decode(self, params: dict[str, object], ids: list[int], id: str = "d") -> None:
+        asking = request(id, kv_transfer_params=params)
         self.scheduler.on_new_request(asking)
         count = len(PROMPT) - 1
         assert self.scheduler.get_num_new_matched_tokens(asking, 0) == (count, True)
         blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
         self.scheduler.update_state_after_alloc(asking, blocks, count)
+        sources = self.scheduler.get_external_cache_hit_sources(asking, count)
+        assert sources == {HitSource.P2P: count}
 
     def compute(self, asking: SimpleNamespace, ids: list[int]) -> TransferResults:
         """A step that computes a whole prompt in these blocks, and the request's end."""
@@ -394,14 +425,6 @@ def test_a_prompt_is_handed_over_through_vllms_calls(connector: ModuleType, in_p
         engine.worker.shutdown()
 
 
-def test_a_worker_is_known_to_the_scheduler_of_its_own_process_only(connector: ModuleType):
-    engine = Engine(connector, in_process=True)
-    told = engine.worker.get_handshake_metadata()
-    assert told.worker is not None
-    assert pickle.loads(pickle.dumps(told)) == connector.KvstowEndpoint(told.endpoint)
-    engine.worker.shutdown()
-
-
 class SlidingWindowSpec(FullAttentionSpec):
     """By this very name vLLM declares a layer with a window."""
 
@@ -458,6 +481,8 @@ def asked(engine: Engine, ids: list[int]) -> Any:
     assert engine.scheduler.get_num_new_matched_tokens(asking, 0) == (16, True)
     given = SimpleNamespace(get_block_ids=lambda: (ids,))
     engine.scheduler.update_state_after_alloc(asking, given, 16)
+    sources = engine.scheduler.get_external_cache_hit_sources(asking, 16)
+    assert sources == {HitSource.HOST: 16}
     return loaded(engine)
 
 
@@ -478,7 +503,7 @@ def test_a_prompt_is_stored_in_its_step_and_comes_back_beside_others(
     assert (results.finished_recving, results.failed_recving) == ({"d"}, set())
     for one, other in zip(there[:4], here[:4], strict=True):
         assert torch.equal(engine.views["b"][other], kept[one])
-    assert engine.worker._stats["restored tokens"] == 16
+    assert engine.worker._worker_side.counts["restored tokens"] == 16
     engine.worker.shutdown()
 
 
@@ -486,12 +511,63 @@ def test_a_request_whose_rows_went_away_has_failed_to_load(connector: ModuleType
     engine = Engine(connector, in_process=True, host_bytes=1 << 20)
     engine.compute(request("p"), [7, 8, 9, 10, 11])
     drained(engine)
-    host = engine.worker._worker_side._offload._host
+    (tiers,) = [p for p in engine.worker._worker_side.parts if hasattr(p, "host")]
+    host = tiers.host
     host.evict(0, host.keys(0)[2:3])
     results = asked(engine, [1, 2, 3, 13, 12])
     assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
-    assert engine.worker._stats["restore failed"] == 1
+    assert engine.worker._worker_side.counts["restore failed"] == 1
     engine.worker.shutdown()
+
+
+# ── sleep ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_an_engine_that_has_slept_hands_over_again_and_finds_its_rows(
+    connector: ModuleType, in_process: bool
+):
+    """The cache's memory goes and comes back empty; rows in host memory stay."""
+    prefill = Engine(connector, in_process=in_process, host_bytes=1 << 20)
+    decode = Engine(connector, in_process=in_process)
+    prefill.compute(request("p"), [7, 8, 9, 10, 11])
+    drained(prefill)
+    kept = prefill.views["b"].clone()
+    stale = prefill.prefill()
+    old = prefill.worker.get_handshake_metadata().endpoint
+    for _ in range(2):  # vLLM may say so twice
+        prefill.worker.unregister_kv_caches()
+    for view in prefill.views.values():
+        view.fill_(-7.0)
+    for _ in range(2):
+        prefill.worker.restore_kv_caches()
+    prefill.introduce(in_process=in_process)
+    new = prefill.worker.get_handshake_metadata().endpoint
+    assert (new.agent, new.start != old.start) == (old.agent, True)
+    assert prefill.step().finished_sending == {"p"}, "its blocks are the engine's again"
+    decode.decode(stale, [1, 2, 3, 13, 12])
+    assert loaded(decode, prefill).failed_recving == {"d"}, "what was offered is withdrawn"
+    assert asked(prefill, [1, 2, 3, 13, 12]).failed_recving == set()
+    for there, here in zip([7, 8, 9, 10], [1, 2, 3, 13], strict=True):
+        assert torch.equal(prefill.views["b"][here], kept[there])
+    decode.decode(prefill.prefill(), [14, 15, 16, 17, 18], id="e")
+    assert loaded(decode, prefill).failed_recving == set()
+    assert torch.equal(decode.views["b"][14], prefill.views["b"][7])
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
+
+
+def test_sleep_ends_a_pull_that_is_under_way(connector: ModuleType):
+    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    params = prefill.prefill()
+    prefill.worker.shutdown()  # so it never ends by itself
+    decode.decode(params, [1, 2, 3, 13, 12])
+    assert not decode.step().finished_recving
+    decode.worker.unregister_kv_caches()
+    decode.worker.restore_kv_caches()
+    results = decode.step()
+    assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
+    decode.worker.shutdown()
 
 
 # ── what the engine does to its caches and weights ────────────────────────────────────
@@ -664,7 +740,9 @@ def loading(connector: ModuleType) -> Iterator[SimpleNamespace]:
     """An engine that loads a prompt, and its core, whose eighth step computes."""
     from vllm.v1.engine.core import EngineCoreProc  # pyright: ignore
 
-    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill, decode = (
+        Engine(connector, in_process=True, step_while_loading=True) for _ in range(2)
+    )
     decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
     steps: list[str] = []
 
@@ -705,6 +783,24 @@ def test_an_engine_that_loads_has_an_ear_for_others(loading: SimpleNamespace, wh
     loading.core.scheduler.has_requests = lambda: why != "paused"
     assert loading.core.step() == ({0: "output 1"}, False)
     assert len(loading.steps) == 1
+
+
+def test_vllms_steps_are_its_own_unless_an_option_says_otherwise(connector: ModuleType):
+    from vllm.v1.engine.core import EngineCore  # pyright: ignore
+
+    before = EngineCore.step, EngineCore.step_with_batch_queue  # pyright: ignore
+    connector.KvstowConnector(vllm_config(), Role.SCHEDULER, cache_config())
+    assert (EngineCore.step, EngineCore.step_with_batch_queue) == before  # pyright: ignore
+
+
+def test_an_engine_without_weight_versions_is_left_as_it_is(
+    connector: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    from vllm.v1.engine.core import EngineCore  # pyright: ignore
+
+    monkeypatch.delattr(StandInCore, "set_weight_version")
+    connector.KvstowConnector(vllm_config(), Role.SCHEDULER, cache_config())
+    assert not hasattr(EngineCore, "set_weight_version")
 
 
 def test_an_engine_in_its_users_process_is_stepped_by_the_user(
@@ -748,7 +844,8 @@ def test_steps_that_may_still_write_to_blocks_are_waited_for(
     worker = connector.KvstowConnector(config, Role.WORKER, caches)
     worker.register_kv_caches(memory())
     side = worker._worker_side
-    assert (side.pulls._after_steps, side._offload._after_steps) == (waits, waits)
+    tiers = next(part for part in side.parts if hasattr(part, "host"))
+    assert (side.pulls._after_steps, tiers._after_steps) == (waits, waits)
     worker.shutdown()
 
 
@@ -756,8 +853,14 @@ def test_nothing_is_pulled_while_steps_write_to_its_blocks(
     connector: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
     prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
-    steps = SimpleNamespace(over=False, query=lambda: steps.over)
-    monkeypatch.setattr(decode.worker._worker_side.pulls, "_steps_begun", lambda: steps)
+    steps = SimpleNamespace(over=False)
+
+    def until_steps_are_over() -> Iterator[None]:
+        while not steps.over:
+            yield
+
+    pulls = decode.worker._worker_side.pulls
+    monkeypatch.setattr(pulls, "_until_steps_are_over", until_steps_are_over)
     decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
     before = decode.views["b"].clone()
     for _ in range(20):
@@ -780,7 +883,9 @@ def test_loads_begin_when_the_device_computes_and_on_a_cpu_before(
     assert not side._beside_steps
     side._beside_steps = device == "cuda"
     decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
-    output = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=0, num_scheduled_tokens={}, kv_connector_block_state=None
+    )
     decode.worker.bind_connector_metadata(decode.scheduler.build_connector_meta(output))
     assert len(side.pulls) == (device == "cpu")
     decode.worker.start_load_kv(None)
@@ -884,6 +989,23 @@ def test_rows_are_stored_though_the_engine_does_not_tell_the_end_of_a_step(conne
     drained(engine)
     engine.worker.wait_for_save = wait_for_save
     assert found(engine) == 16
+    engine.worker.shutdown()
+
+
+def test_an_engine_that_is_stepped_by_hand_holds_no_block_after_its_last_step(
+    connector: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM resets its prefix cache only while no block is in use, and no step comes by itself."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    asking = request("r")
+    engine.compute(asking, [1, 2, 3, 4, 5])
+    output = SimpleNamespace(
+        kv_connector_worker_meta=None, finished_sending=None, invalid_block_ids=set[int]()
+    )
+    engine.scheduler.update_connector_output(output)
+    assert engine.pool.held == []
+    assert engine.cache.reset_prefix_cache()
     engine.worker.shutdown()
 
 
@@ -1136,6 +1258,8 @@ def test_the_log_says_at_debug_level_why_a_request_found_no_more(
     asking = request("d", all_token_ids=changed)
     engine.scheduler.on_new_request(asking)
     assert engine.scheduler.get_num_new_matched_tokens(asking, 0) == (8, True)
+    given = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+    engine.scheduler.update_state_after_alloc(asking, given, 8)
     engine.worker.shutdown()
     engine.scheduler.shutdown()
     monitored.removeHandler(caplog.handler)
@@ -1149,10 +1273,10 @@ def test_the_log_says_at_debug_level_why_a_request_found_no_more(
 def test_counts_come_to_vllms_metrics_by_engine_each_under_its_name(connector: ModuleType):
     registry = CollectorRegistry()
     engines = {0: ["m", "0"], 1: ["m", "1"]}
-    kinds = {Counter: partial(Counter, registry=registry)}
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     metrics = connector.KvstowMetrics(vllm_config(), kinds, ["model_name", "engine"], engines)
     assert registry.get_sample_value("kvstow_vllm_pulled_bytes_total", labels("1")) == 0.0
-    metrics.observe({"pull accepted": 2, "pull seconds": 0.5, "pulled bytes": 100}, 0)
+    metrics.observe({"pull accepted": 2, "pull seconds": [0.5, 0.25], "pulled bytes": 100}, 0)
     metrics.observe({"pull accepted": 1, "pull fence": 1, "remote missed_rows: budget": 3}, 1)
     found = {
         (sample.name, *sample.labels.values()): sample.value
@@ -1164,10 +1288,35 @@ def test_counts_come_to_vllms_metrics_by_engine_each_under_its_name(connector: M
         ("kvstow_vllm_pulls_total", "m", "0", "accepted"): 2,
         ("kvstow_vllm_pulls_total", "m", "1", "accepted"): 1,
         ("kvstow_vllm_pulls_total", "m", "1", "fence"): 1,
-        ("kvstow_vllm_pull_seconds_total", "m", "0"): 0.5,
         ("kvstow_vllm_pulled_bytes_total", "m", "0"): 100,
         ("kvstow_vllm_remote_missed_rows_total", "m", "1", "budget"): 3,
     }
+    assert registry.get_sample_value("kvstow_vllm_pull_seconds_count", labels("0")) == 2
+    assert registry.get_sample_value("kvstow_vllm_pull_seconds_sum", labels("0")) == 0.75
+    assert registry.get_sample_value("kvstow_vllm_load_seconds_count", labels("0")) == 0
+
+
+def test_what_the_connector_was_started_with_is_on_vllms_metrics(connector: ModuleType):
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    options = vllm_config(host_bytes=1 << 20, remote="redis://user:secret@there/0", digest="off")
+    connector.KvstowMetrics(options, kinds, ["model_name", "engine"], {0: ["m", "0"]})
+    (info,) = [each for each in registry.collect() if each.name == "kvstow_vllm_config_info"]
+    (sample,) = info.samples
+    assert sample.value == 1
+    assert sample.labels["digest"] == "off"
+    assert sample.labels["host_bytes"] == str(1 << 20)
+    assert sample.labels["remote"] == "redis", "no address and no secret"
+
+
+def test_stats_of_two_ranks_add_up(connector: ModuleType):
+    one, other = (
+        connector.KvstowStats(data={"pull accepted": 1, "pull seconds": [seconds]})
+        for seconds in (0.5, 0.25)
+    )
+    both = one.aggregate(other)
+    assert both.data == {"pull accepted": 2, "pull seconds": [0.5, 0.25]}
+    assert both.reduce() == {"pull accepted": 2, "pull seconds": 0.75}
 
 
 def labels(engine: str) -> dict[str, str]:

@@ -21,8 +21,44 @@ def test_an_option_that_nobody_knows_is_refused():
 
 
 def test_an_option_of_another_type_is_refused():
-    with pytest.raises(SpecError, match="host_bytes"):
-        ConnectorOptions.of({"host_bytes": "1GiB"})
+    with pytest.raises(SpecError, match="lease_seconds"):
+        ConnectorOptions.of({"lease_seconds": "60"})
+
+
+def test_sizes_may_be_written_in_words():
+    options = {"host_bytes": "8GiB", "disk_bytes": "1.5TiB", "disk_path": "/x"}
+    made = ConnectorOptions.of({**options, "store_bytes_per_second": "512MB"})
+    assert (made.host_bytes, made.disk_bytes) == (8 << 30, 3 << 39)
+    assert made.store_bytes_per_second == 512_000_000
+    with pytest.raises(SpecError, match="'host_bytes': '8 pints' is not a size"):
+        ConnectorOptions.of({"host_bytes": "8 pints"})
+
+
+def test_host_memory_may_be_called_as_vllms_connectors_call_it():
+    assert ConnectorOptions.of({"cpu_bytes_to_use": "1GiB"}).host_bytes == 1 << 30
+    with pytest.raises(SpecError, match="hint: leave the first one out"):
+        ConnectorOptions.of({"cpu_bytes_to_use": 1 << 30, "host_bytes": 1 << 20})
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "port", "engines", "listen"),
+    [
+        ({}, "", "", 1, "tcp://127.0.0.1:*"),
+        ({}, "10.0.0.7", "5600", 1, "tcp://10.0.0.7:5600"),
+        ({}, "fd00::7", "5600", 1, "tcp://[fd00::7]:5600"),
+        ({}, "10.0.0.7", "", 1, "tcp://10.0.0.7:*"),
+        ({}, "", "5600", 1, "tcp://127.0.0.1:5600"),
+        ({}, "10.0.0.7", "5600", 4, "tcp://10.0.0.7:*"),
+        ({"listen": "tcp://127.0.0.1:9"}, "10.0.0.7", "5600", 1, "tcp://127.0.0.1:9"),
+    ],
+)
+def test_the_address_that_is_set_for_vllms_connectors_is_ours_unless_listen_says_another(
+    options: dict[str, object], host: str, port: str, engines: int, listen: str
+):
+    names = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
+    environ = {name: value for name, value in names.items() if value}
+    made = ConnectorOptions.of(options, environ=environ, num_engines=engines)
+    assert made.listen == listen
 
 
 @pytest.mark.parametrize(
@@ -78,7 +114,7 @@ def test_a_truth_value_that_is_none_is_refused(name: str):
         ConnectorOptions.of({name: 3})
 
 
-@pytest.mark.parametrize("name", ["consumer_ranks", "cpu_bytes_to_use", "num_threads"])
+@pytest.mark.parametrize("name", ["consumer_ranks", "num_threads"])
 def test_an_option_of_another_connector_is_refused_with_what_to_write(name: str):
     with pytest.raises(SpecError, match="hint: "):
         ConnectorOptions.of({name: 2})

@@ -4,25 +4,24 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from etcd_server import etcd, free_port
 from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.peers.asking import PeerAsker
-from kvstow.adapters.vllm.peers.lending import LentRows, instance_of
+from kvstow.adapters.vllm.peers.client import PeerClient
+from kvstow.adapters.vllm.peers.server import LentRows, RowServer, instance_of
 from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, StepResults
+from kvstow.adapters.vllm.worker.tiers import WorkerTiers
 from kvstow.errors import SpecError
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.keys import KeyChain
 from kvstow.plan.retention import Window
 from kvstow.transfer.channel.messages import AskPrefix
-from kvstow.transfer.discovery import found_agents
 from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.transport.local import Fabric
 from pretended_engine import NUM_BLOCKS, PROMPT, WINDOW, Engine
@@ -86,18 +85,15 @@ def fleet() -> Iterator[Fleet]:
 
 
 def address_of(engine: Engine) -> str:
-    assert engine.hands._lender is not None
-    return engine.hands._lender.agent.address
+    return engine.part(RowServer).agent.address
 
 
 def num_leases(engine: Engine) -> int:
-    assert engine.hands._lender is not None
-    return len(engine.hands._lender.agent.server.leases)
+    return len(engine.part(RowServer).agent.server.leases)
 
 
-def asker_of(engine: Engine) -> PeerAsker:
-    assert engine.hands._asker is not None
-    return engine.hands._asker
+def asker_of(engine: Engine) -> PeerClient:
+    return engine.part(PeerClient)
 
 
 def computes(engine: Engine, tokens: list[int] = PROMPT, ids: BlockIds = THERE) -> None:
@@ -116,9 +112,9 @@ def stores(engine: Engine, tokens: list[int], id: str, ids: BlockIds = THERE) ->
     engine.until(lambda _: len(recall.stores) == 0)  # it may store again what is gone already
 
 
-def asked(engine: Engine, id: str = "d", num_computed: int = 0) -> int:
+def asked(engine: Engine, id: str = "d", num_computed: int = 0, **more: Any) -> int:
     """What the engine's scheduler is told of a request in the end; its steps wait for nothing."""
-    engine.desk.arrived(EngineRequest(id=id, tokens=PROMPT))
+    engine.desk.arrived(EngineRequest(id=id, tokens=PROMPT, **more))
     limit = time.monotonic() + 30
     while (count := engine.desk.matched(id, num_computed)) is None:
         assert time.monotonic() < limit
@@ -257,8 +253,7 @@ def test_a_miss_is_computed_and_peers_are_asked_once_for_a_request(fleet: Fleet)
 
 
 def questions(engine: Engine) -> dict[str, int]:
-    assert engine.hands._lender is not None
-    return dict(engine.hands._lender.agent.prefixes.answers)
+    return dict(engine.part(RowServer).agent.prefixes.answers)
 
 
 def test_peers_are_not_asked_for_what_is_short_or_held(fleet: Fleet):
@@ -294,6 +289,21 @@ def test_the_longest_of_several_is_taken_and_the_others_are_handed_back(fleet: F
         wait_for(lambda lender=lender: num_leases(lender) == 0)
 
 
+def test_a_peer_that_a_request_names_is_met_and_then_asked_though_no_option_knows_it(fleet: Fleet):
+    """llm-d's router names one (`remote_kv_source`) and knows nothing of us."""
+    lender = fleet.start("lender-0-0", LENDS)
+    computes(lender)
+    asker = fleet.start("asker-0-0", ASKS)
+    host, _, port = address_of(lender).removeprefix("tcp://").rpartition(":")
+    named = {"remote_host": host, "remote_port": int(port), "kv_request_id": "r"}
+    params = {"remote_kv_source": named}
+    assert asked(asker, id="first", params=params) == 0
+    wait_for(lambda: asker.part(PeerClient)._well(address_of(lender)) != [])
+    assert asked(asker, id="plain") == 0, "others ask nobody"
+    assert asked(asker, id="d", params=params) == 16
+    assert not pulled(asker, 16).failed
+
+
 @pytest.mark.parametrize("how", ["ended", "gone on to compute"])
 def test_tickets_of_a_request_that_does_not_wait_any_more_are_handed_back(fleet: Fleet, how: str):
     lender = fleet.start("lender-0-0", LENDS)
@@ -306,7 +316,7 @@ def test_tickets_of_a_request_that_does_not_wait_any_more_are_handed_back(fleet:
         asker.desk.finished(EngineRequest(id="d", tokens=PROMPT), HERE, 0)
     else:
         asker.desk.allocated("d", HERE, 0)
-    asker.until(lambda found: bool(found.report.found))
+    asker.until(lambda found: bool(found.report.peers))
     assert asker.desk.matched("d", 0) == 0
     asker.step()
     wait_for(lambda: num_leases(lender) == 0)
@@ -320,7 +330,7 @@ def test_peers_are_not_asked_for_a_request_that_must_not_read(fleet: Fleet):
     asker.desk.arrived(EngineRequest(id="d", tokens=PROMPT))
     assert asker.desk.matched("d", 0) is None
     asker.desk.allocated("d", HERE, 0)
-    assert asker.desk.take_step(computes=True).asks == ()
+    assert asker.desk.take_step(computes=True).asks == []
 
 
 # ── peers that do not do what they should ─────────────────────────────────────────────────
@@ -335,15 +345,14 @@ def test_a_hung_peer_costs_one_request_the_budget_and_the_next_ones_nothing(flee
     def silent(peer: Incoming, question: AskPrefix) -> None:
         heard.append(question)
 
-    assert lender.hands._lender is not None
-    lender.hands._lender.agent.server.on_question = silent
+    lender.part(RowServer).agent.server.on_question = silent
     assert asked(asker, "first") == 0
     (known,) = asker_of(asker)._known.values()
     known.rest_until = float("inf")  # however slow this machine is
     for k in range(3):
         assert asked(asker, f"later {k}") == 0
     assert len(heard) == 1
-    lender.hands._lender.agent.server.on_question = lender.hands._lender.agent.prefixes.hear
+    lender.part(RowServer).agent.server.on_question = lender.part(RowServer).agent.prefixes.hear
     known.rest_until = 0.0
     assert asked(asker, "d") == 16, "it is asked again later"
     assert known.pause == 1.0
@@ -387,16 +396,14 @@ def test_a_peer_that_hangs_while_it_writes_is_a_failed_load_whose_blocks_are_hel
     asker, pool, awake = fleet.asker(lender, direction="write"), Pool(), Event()
     asker.desk.held.pool = pool
     assert asked(asker) == 16
-    assert lender.hands._lender is not None
-    transport = lender.hands._lender.agent.endpoint.transport
+    transport = lender.part(RowServer).agent.endpoint.transport
     transport.before_copy = lambda _: awake.wait(120)  # pyright: ignore
     try:
         asker.desk.allocated("d", HERE, 16)
         asker.step()
-        (opened,) = asker.hands.pulls._open.values()
         wait_for(lambda: lender_writes(lender))
-        assert opened.transfer is not None
-        opened.transfer.abort()
+        (transfer,) = asker.hands.agent.pulls._running
+        transfer.abort()
         found = asker.until(lambda found: bool(found.received))
         assert (found.failed, pool.held) == ({"d"}, {b for ids in HERE for b in ids[:4]} - {0})
     finally:
@@ -407,27 +414,8 @@ def test_a_peer_that_hangs_while_it_writes_is_a_failed_load_whose_blocks_are_hel
 
 def lender_writes(lender: Engine) -> bool:
     """Whether a transfer is being served whose bytes have been posted."""
-    assert lender.hands._lender is not None
-    servings = lender.hands._lender.agent.server.servings.values()
+    servings = lender.part(RowServer).agent.server.servings.values()
     return any(serving.flights for serving in tuple(servings))
-
-
-def test_engines_that_lend_are_found_in_etcd_while_they_live(fleet: Fleet, tmp_path: Path):
-    port = free_port()
-    source = f"etcd://127.0.0.1:{port}/kvstow/"
-    with etcd(tmp_path, port):
-        lender = fleet.start("lender-0-0", replace(LENDS, peers=(source,)))
-        computes(lender)
-        wait_for(lambda: found_agents(source) == (address_of(lender),))
-        asker = fleet.start("asker-0-0", replace(ASKS, peers=(source,)))
-        wait_for(lambda: len(asker_of(asker)._well()) == 1)
-        assert asked(asker) == 16
-        assert not pulled(asker, 16).failed
-        assert same(asker, lender)
-        assert asker_of(lender)._well() == [], "nobody asks itself"
-        fleet.engines.remove(lender)
-        lender.hands.close()
-        assert found_agents(source) == ()
 
 
 # ── lent rows ─────────────────────────────────────────────────────────────────────────────
@@ -436,8 +424,7 @@ def test_engines_that_lend_are_found_in_etcd_while_they_live(fleet: Fleet, tmp_p
 def test_a_lent_row_stays_until_its_last_lease_and_then_has_a_new_generation(fleet: Fleet):
     engine = fleet.start("lender-0-0", LENDS)
     computes(engine)
-    assert engine.hands._offload is not None
-    tier: HostTier = engine.hands._offload.host
+    tier: HostTier = engine.part(WorkerTiers).host
     rows, keys = LentRows(tier), tier.keys(1)
     assert len(rows) == tier.usage.rows > 0
     ids = rows.ids(1, [*keys, bytes(32)])
@@ -491,10 +478,9 @@ def test_rows_that_are_driven_out_while_they_are_asked_for_are_never_taken_for_o
         ends.set()
         thread.join()
     assert pulls > 5
-    assert lender.hands._offload is not None
-    assert lender.hands._offload.host.counts.evicted_rows > 20
+    assert lender.part(WorkerTiers).host.counts.evicted_rows > 20
     wait_for(lambda: num_leases(lender) == 0)
-    lender.hands._offload.host.check()
+    lender.part(WorkerTiers).host.check()
 
 
 def numbered(seed: int) -> list[int]:

@@ -13,12 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstow.adapters.vllm.loras import KnownAdapters
+from kvstow.adapters.vllm.loras import AdapterNames
 from kvstow.adapters.vllm.protocol import (
     MAX_TICKETS,
     EngineRequest,
     Handover,
-    LeaseNumbers,
     handover_in,
     prompt_digest,
     request_of,
@@ -47,8 +46,9 @@ def ticket(agent: str = "a") -> Ticket:
 
 def word(body: bytes) -> str:
     """A ticket's text around any body, with a checksum that holds."""
-    data = blake2b(body, digest_size=8).digest() + zlib.compress(body, 9)
-    return "kvt1." + base64.urlsafe_b64encode(data).decode().rstrip("=")
+    checksum = blake2b(bytes(16) + body, digest_size=8).digest()
+    data = checksum + bytes(16) + zlib.compress(body, 9)
+    return "kvt3." + base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 def request(tickets: object, **changed: object) -> EngineRequest:
@@ -91,9 +91,9 @@ def test_a_request_that_carries_nothing_is_no_handover():
         None,
         [],
         [5],
-        ["kvt1.xxxx"],
-        ["kvt1.\u00e9\u0661"],
-        ["kvt1.\ud800"],
+        ["kvt3.xxxx"],
+        ["kvt3.\u00e9\u0661"],
+        ["kvt3.\ud800"],
         [word(ticket().body.replace(b"127.0.0.1", b"\xff27.0.0.1"))],
         [str(ticket("a")), str(ticket("a"))],
         [str(ticket())] * (MAX_TICKETS + 1),
@@ -192,7 +192,7 @@ def test_requests_that_vllm_computes_otherwise_have_different_prompts():
         {"mm_features": [image("dog", 3)]},
         {"mm_features": [image("cat", 4)]},
     ]
-    vouched = KnownAdapters(vouched=True)
+    vouched = AdapterNames(vouched=True)
     made = [request_of(vllm_request(**change), vouched) for change in changes]
     assert len({prompt_digest(each, 64) for each in made}) == len(changes)
     assert all(each.shareable for each in made)
@@ -213,7 +213,7 @@ def test_a_request_whose_adapter_lies_nowhere_is_not_shareable():
 
 
 def test_a_request_whose_adapter_was_written_anew_is_not_shareable(tmp_path: Path):
-    known, weights = KnownAdapters(), tmp_path / "adapter_model.bin"
+    known, weights = AdapterNames(), tmp_path / "adapter_model.bin"
     shared: list[bool] = []
     for content in (b"one", b"one", b"two", b"one"):
         weights.write_bytes(content)
@@ -224,7 +224,7 @@ def test_a_request_whose_adapter_was_written_anew_is_not_shareable(tmp_path: Pat
 
 def test_a_request_whose_adapter_was_replaced_by_an_older_file_is_not_shareable(tmp_path: Path):
     """Copies keep their times, and clocks are set back."""
-    known, weights = KnownAdapters(), tmp_path / "adapter_model.bin"
+    known, weights = AdapterNames(), tmp_path / "adapter_model.bin"
     asking = vllm_request(lora_request=lora("a", str(tmp_path)))
     weights.write_bytes(b"one")
     assert [request_of(asking, known).shareable for _ in range(3)] == [True] * 3
@@ -278,17 +278,20 @@ def test_an_adapter_that_was_written_anew_is_another_one(tmp_path: Path):
 # ── numbers of leases ─────────────────────────────────────────────────────────────────
 
 
-def test_numbers_of_leases_are_known_by_whoever_shares_the_secret():
-    writer, reader, stranger = (LeaseNumbers(secret) for secret in (b"one", b"one", b"two"))
-    taken = [writer.take() for _ in range(1000)]
-    assert len(set(taken)) == 1000
-    assert all(0 < number < 1 << 62 for number in taken)
-    assert all(reader.is_ours(number) for number in taken)
-    assert not any(stranger.is_ours(number) for number in taken)
-
-
-def test_numbers_that_nobody_has_taken_are_told_apart():
-    numbers = LeaseNumbers(os.urandom(16))
-    real = numbers.take()
-    others = [real ^ 1 << bit for bit in range(64)] + [0, -1, real + (1 << 62), 1 << 70]
-    assert not any(numbers.is_ours(other) for other in others)
+@pytest.mark.parametrize(
+    ("named", "address"),
+    [
+        ({"remote_host": "10.0.0.7", "remote_port": 5600}, "tcp://10.0.0.7:5600"),
+        ({"remote_host": "fd00::7", "remote_port": 5600}, "tcp://[fd00::7]:5600"),
+        ({"remote_host": "a b", "remote_port": 5600}, ""),
+        ({"remote_host": "", "remote_port": 5600}, ""),
+        ({"remote_host": "x", "remote_port": 0}, ""),
+        ({"remote_host": "x", "remote_port": "5600"}, ""),
+        ({"remote_host": "x"}, ""),
+        ("x", ""),
+        (None, ""),
+    ],
+)
+def test_a_peer_that_a_request_names_is_an_address_or_none(named: object, address: str):
+    request = EngineRequest(id="r", tokens=TOKENS, params={"remote_kv_source": named})
+    assert request.load_limits.peer == address

@@ -1,96 +1,85 @@
-"""Records and headers: each says exactly what it is, and nothing else is taken for one."""
+"""Bytes of a row file: as the reference says, and nothing else is taken for one."""
 
-from dataclasses import replace
+import struct
 
+import numpy as np
 import pytest
 import xxhash
 
 from kvstow.offload.disk.format import (
-    RECORD_BYTES,
+    MAX_ROWS,
     ChainLink,
-    SegmentHeader,
-    SlotRecord,
-    checksum,
+    Header,
+    RowEntry,
     decode_header,
-    decode_record,
-    slot_bytes,
+    file_bytes,
 )
-
-RECORD = SlotRecord(
-    generation=1 << 40,
-    group=3,
-    key=b"k" * 31,
-    row_bytes=99,
-    checksum=-(1 << 31),
-    link=ChainLink(2, b"p"),
-)
-HEADER = SegmentHeader(1 << 20, 4096, 2, 255, b"f" * 32)
-HEADER_BYTES = 72
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.rows import row_layout
+from kvstow.plan.manifest import fingerprint
+from offloading import hybrid, random_rows, row_files
 
 
-def test_a_checksum_is_xxh3_as_a_signed_number():
-    sums = [checksum(bytes([n])) for n in range(64)]
-    assert sums == [
-        int.from_bytes(xxhash.xxh3_64_digest(bytes([n])), "big", signed=True) for n in range(64)
-    ]
-    assert min(sums) < 0 < max(sums)
+def header(rows=3):
+    entries = tuple(RowEntry(b"key %d" % k, k << 40, ChainLink(k, b"parent")) for k in range(rows))
+    return Header(bytes(range(32)), 5, 768, entries)
 
 
-@pytest.mark.parametrize(("row", "slot"), [(1, 4096), (3936, 4096), (3937, 8192), (8192, 12288)])
-def test_a_slot_holds_row_and_record_in_whole_blocks(row, slot):
-    assert slot_bytes(row) == slot
+def test_a_file_is_laid_out_as_the_reference_says(tmp_path):
+    tier = DiskTier(tmp_path, hybrid(), capacity=4 << 20)
+    rows = random_rows(tier.layout.row_bytes(1), 2, 5)
+    tier.store(1, [b"one", b"the other"], rows, [ChainLink(7, b"parent"), ChainLink(8, b"one")])
+    tier.close()
+    layout = row_layout(hybrid())
+    names = [f"{b.hex()[:2]}/{b.hex()}" for b in (b"one", b"the other")]
+    root = tmp_path / f"rows-{fingerprint(layout)[:16]}" / "1"
+    assert row_files(tmp_path) == sorted(root / name for name in names)
+    assert {file.stat().st_nlink for file in row_files(tmp_path)} == {2}
+    data = row_files(tmp_path)[0].read_bytes()
+    nbytes = layout.row_bytes(1)
+    assert len(data) == 4096 + -(-2 * nbytes // 4096) * 4096 == file_bytes(nbytes, 2)
+    assert struct.unpack("<8sQII", data[:24]) == (b"kvstowF1", nbytes, 1, 2)
+    assert data[24:56].hex() == fingerprint(layout)
+    assert data[56:64] == bytes(8)
+    own = xxhash.xxh3_64(data[:4088]).intdigest()
+    assert struct.unpack("<Q", data[4088:4096]) == (own,)
+    for k, (key, block, parent) in enumerate([(b"one", 7, b"parent"), (b"the other", 8, b"one")]):
+        entry = data[64 + 80 * k :][:80]
+        row = data[4096 + k * nbytes :][:nbytes]
+        assert row == rows[k].tobytes()
+        assert struct.unpack("<QIHH", entry[:16]) == (
+            xxhash.xxh3_64(row).intdigest(),
+            block,
+            len(key),
+            len(parent),
+        )
+        assert entry[16:48] == key.ljust(32, b"\0")
+        assert entry[48:] == parent.ljust(32, b"\0")
 
 
-def test_a_record_names_the_same_write_wherever_it_stands_in_its_sequence():
-    assert RECORD.names(RECORD.encode())
-    assert RECORD.names(replace(RECORD, link=ChainLink(9, b"another")).encode())
+@pytest.mark.parametrize("rows", [1, 2, MAX_ROWS])
+def test_a_header_comes_back(rows):
+    assert decode_header(header(rows).encode()) == header(rows)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"generation": 5},
-        {"group": 2},
-        {"key": b"k" * 30 + b"j"},
-        {"key": b"k" * 31 + b"\0"},
-        {"row_bytes": 98},
-        {"checksum": 1 << 31},
-    ],
-    ids=str,
-)
-def test_a_record_of_another_write_is_not_named(change):
-    other = replace(RECORD, **change)
-    assert other.names(other.encode())
-    assert not RECORD.names(other.encode())
+def test_one_bit_less_is_no_header():
+    data = np.frombuffer(header().encode(), np.uint8)
+    for bit in range(8 * len(data)):
+        spoilt = data.copy()
+        spoilt[bit // 8] ^= 1 << bit % 8
+        assert decode_header(spoilt.tobytes()) is None
 
 
-@pytest.mark.parametrize("generation", [-1, -(1 << 63), 1 << 64, 0.5, "x"])
-def test_numbers_that_no_record_can_hold_name_nothing(generation):
-    assert not replace(RECORD, generation=generation).names(RECORD.encode())
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 4095, 4096, 4097])
+@pytest.mark.parametrize("fill", [b"\0", b"\xff", b"kvstowF1"])
+def test_no_bytes_of_any_length_are_taken_for_a_header(size, fill):
+    assert decode_header((fill * size)[:size]) is None
+    assert (decode_header(header().encode()[:size]) is None) == (size < 4096)
 
 
-def test_a_record_with_any_bit_flipped_is_not_named():
-    data = RECORD.encode()
-    for bit in range(8 * RECORD_BYTES):
-        torn = bytearray(data)
-        torn[bit // 8] ^= 1 << bit % 8
-        assert not RECORD.names(bytes(torn)), bit
-
-
-def test_a_record_has_one_length():
-    data = RECORD.encode()
-    assert decode_record(data) == RECORD
-    for wrong in (b"", data[:-1], data + b"\0", data[:-8]):
-        assert decode_record(wrong) is None
-
-
-def test_a_header_comes_back_and_with_any_bit_flipped_is_none():
-    data = HEADER.encode()[:HEADER_BYTES]
-    assert decode_header(data) == HEADER
-    assert decode_header(data + b"anything") == HEADER
-    for short in range(HEADER_BYTES):
-        assert decode_header(data[:short]) is None
-    for bit in range(8 * HEADER_BYTES):
-        torn = bytearray(data)
-        torn[bit // 8] ^= 1 << bit % 8
-        assert decode_header(bytes(torn)) is None, bit
+@pytest.mark.parametrize("rows", [0, MAX_ROWS + 1, 1 << 31])
+def test_a_header_of_too_many_rows_is_none_though_its_checksum_is_right(rows):
+    data = bytearray(header().encode())
+    data[20:24] = struct.pack("<I", rows)
+    data[4088:] = struct.pack("<Q", xxhash.xxh3_64(bytes(data[:4088])).intdigest())
+    assert decode_header(bytes(data)) is None

@@ -3,8 +3,6 @@
 import json
 import logging
 import time
-from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 from threading import Event, Thread
 
@@ -14,17 +12,13 @@ import pytest
 from kvstow.errors import StoreError
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote import collect as collecting
-from kvstow.offload.remote import renewal
-from kvstow.offload.remote import writes as writing
 from kvstow.offload.remote.clients.base import Blob, whole_objects
 from kvstow.offload.remote.collect import USAGE, collect, last_usage, rows_in
 from kvstow.offload.remote.directory import WriterLayout
-from kvstow.offload.remote.renewal import AnotherCollector, CollectorMark
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.remote.url import RemoteOptions, opened
 from offloading import IDENTITY, numbered_row
 from remote_stores import PROMPT, layout_of
-from waiting import wait_for
 
 KEYS = block_keys(IDENTITY, PROMPT, 2)
 LATER = 3600.0
@@ -178,8 +172,7 @@ def test_a_collector_beside_writers_and_readers_never_makes_a_wrong_row(valkey_u
         client, _ = opened(valkey_url)
         try:
             while not over.is_set():
-                with suppress(AnotherCollector):
-                    collect(client, most=2 * nbytes, clock=lambda: time.time() + 60)
+                collect(client, most=2 * nbytes, clock=lambda: time.time() + 60)
         except BaseException as error:
             errors.append(error)
         client.close()
@@ -202,214 +195,6 @@ def test_a_collector_beside_writers_and_readers_never_makes_a_wrong_row(valkey_u
     assert reader.misses.now.keys() <= {"absent"}
     for one in (writer, reader):
         one.close()
-
-
-class Promises:
-    """Writers of the same rows who remember what they were told is stored, and look whether it is.
-
-    Times are short here: rows of four seconds are old, a writer renews those of one second, and
-    remembers half a second what it knows. One more second is the resolution of S3's clock.
-    """
-
-    YOUNG, RENEW, RECENT, RESOLUTION = 4.0, 1.0, 0.5, 1.0
-    SECONDS = YOUNG - RENEW - RECENT - RESOLUTION
-
-    def __init__(self, url, monkeypatch):
-        monkeypatch.setattr(collecting, "YOUNG_SECONDS", self.YOUNG)
-        monkeypatch.setattr(renewal, "RENEW_SECONDS", self.RENEW)
-        monkeypatch.setattr(writing, "RECENT_SECONDS", self.RECENT)
-        self.url, self.client = url, opened(url)[0]
-        self.over, self.errors, self.counts = Event(), [], Counter()
-
-    def run(self, work):
-        try:
-            while not self.over.is_set():
-                work()
-        except BaseException as error:
-            self.errors.append(error)
-
-    def write(self, seed):
-        """Store rows, each now and again, and look for those that were promised lately."""
-        dice, tier, told = np.random.default_rng(seed), tier_of(self.url), {}
-        renew = tier.client.renew
-
-        def renewing(blobs):
-            self.counts["renewed"] += len(blobs)
-            return renew(blobs)
-
-        tier.client.renew = renewing
-
-        def work():
-            n = int(time.monotonic() / 0.8 + dice.integers(3)) % 8  # each rests about four seconds
-            stored(tier, [n])
-            name = tier._name(0, KEYS[n])
-            if time.monotonic() - tier.writes._recent.get(name, -1e9) < self.RECENT:
-                told[name] = time.monotonic()
-            names = list(told)
-            there = self.client.exists(names) if names else []
-            now = time.monotonic()
-            for name, is_there in zip(names, there, strict=True):
-                if now - told[name] < self.SECONDS:
-                    assert is_there, (name, now - told[name])
-                    self.counts["kept"] += 1
-
-        self.run(work)
-        self.counts["not promised"] += tier.writes.dropped.get("collecting", 0)
-        tier.close()
-
-    def read(self):
-        tier = tier_of(self.url)
-
-        def work():
-            tier.refresh()
-            self.counts["read"] += loaded(tier, range(8))  # compares what came
-
-        self.run(work)
-        assert tier.misses.now.keys() <= {"absent", "unreachable"}  # a busy machine may be late
-        tier.close()
-
-    def collect(self):
-        """Collect on a slow machine: what was listed is removed some time later."""
-        client, _ = opened(self.url)
-        delete = client.delete
-
-        def delayed(names):
-            self.over.wait(0.3)
-            return delete(names)
-
-        client.delete = delayed
-
-        def work():
-            self.counts["removed"] += collect(client, older_than=0.0).rows
-            self.over.wait(0.3)
-
-        self.run(work)
-        client.close()
-
-    @property
-    def is_enough(self):
-        seen = self.counts
-        return min(seen["kept"] / 100, seen["renewed"] / 2, seen["removed"], seen["read"]) >= 3
-
-
-def test_what_a_writer_was_told_is_stored_stays_while_a_collector_runs(s3_url, monkeypatch):
-    promises = Promises(s3_url, monkeypatch)
-    threads = [Thread(target=promises.write, args=(seed,)) for seed in range(2)]
-    threads += [Thread(target=promises.read), Thread(target=promises.collect)]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_for(lambda: promises.is_enough or promises.errors)
-    finally:
-        promises.over.set()
-        for thread in threads:
-            thread.join()
-    assert not promises.errors, promises.errors
-    promises.client.close()
-
-
-def test_a_row_that_is_there_is_promised_only_while_no_collector_is_at_work(url):
-    tier = tier_of(url)
-    stored(tier, range(2))
-    tier.writes.forget([tier._name(0, key) for key in KEYS])
-    tier.writes._absent.clear()
-    with CollectorMark(tier.client):
-        with pytest.raises(AnotherCollector, match="another collector has been seen"):
-            collect(tier.client)
-        stored(tier, range(3))  # the third is new
-        assert tier.writes.dropped == {"collecting": 2}
-        assert tier.counts.stored_rows == 3
-    stored(tier, range(2))
-    assert tier.writes.dropped == {"collecting": 2}
-    assert collect(tier.client).rows == 0
-    assert not tier.client.exists(["collecting"]).any()
-    tier.close()
-
-
-def test_a_collector_that_died_keeps_others_out_for_a_while_only(url, monkeypatch):
-    client, _ = opened(url)
-    CollectorMark(client).__enter__()  # and never leaves
-    with pytest.raises(AnotherCollector):
-        collect(client)
-    monkeypatch.setattr(renewal, "MARK_SECONDS", -60.0)
-    collect(client)
-    assert not client.exists(["collecting"]).any()
-    client.close()
-
-
-class Interrupted:
-    """A client that does something else in the middle: just before its call of that number.
-
-    What lay in the store when it was made is an hour older than it is.
-    """
-
-    def __init__(self, client, number, what):
-        self._client, self._left, self._what = client, number, what
-        self._old = {facts.name for facts in client.list_blobs("")}
-
-    def __getattr__(self, name):
-        verb = getattr(self._client, name)
-        if not callable(verb):
-            return verb
-
-        def called(*arguments):
-            self._left -= 1
-            if self._left == 0:
-                self._what()
-            return (
-                self._aged(arguments[0], verb(*arguments)) if name == "ages" else verb(*arguments)
-            )
-
-        return called
-
-    def _aged(self, names, ages):
-        pairs = zip(names, ages, strict=True)
-        return [age if age is None else age + LATER * (name in self._old) for name, age in pairs]
-
-
-@pytest.mark.parametrize("is_one_dead", [False, True])
-def test_of_two_collectors_that_start_at_the_same_time_one_at_most_is_at_work(url, is_one_dead):
-    """The second starts before each call of the first, also where both take over from a dead one,
-    and its mark stays until its work is done."""
-    client, _ = opened(url)
-    collect(client)
-    client.delete([USAGE])
-    for number in range(1, 12):
-        if is_one_dead:
-            CollectorMark(client).__enter__()
-        second = CollectorMark(Interrupted(client, 0, None))
-        at_work = set()
-
-        def start(second=second, at_work=at_work):
-            with suppress(AnotherCollector):
-                second.__enter__()
-                at_work.add("second")
-
-        first = Interrupted(client, number, start)
-        with suppress(AnotherCollector), CollectorMark(first):
-            at_work.add("first")
-            assert len(at_work) == 1, number
-            assert client.exists(["collecting"]).all()
-        if "second" in at_work:
-            assert client.exists(["collecting"]).all(), number
-            second.__exit__()
-        assert [facts.name for facts in client.list_blobs("")] == [], number
-    assert first._left > 0, "every call of the first was interrupted"
-    client.close()
-
-
-def test_a_collector_that_was_taken_for_dead_stops_and_leaves_the_others_mark(url, monkeypatch):
-    client, _ = opened(url)
-    monkeypatch.setattr(renewal, "KEEP_SECONDS", -1.0)
-    slow = CollectorMark(client).__enter__()
-    slow.keep()
-    with CollectorMark(Interrupted(client, 0, None)):
-        with pytest.raises(AnotherCollector, match="taken over"):
-            slow.keep()
-        slow.__exit__()
-        assert client.exists(["collecting"]).all()
-    assert not client.exists(["collecting"]).any()
-    client.close()
 
 
 def test_objects_that_are_no_rows_are_neither_counted_nor_removed(url):

@@ -54,7 +54,7 @@ def test_inspect_counts_rows_by_layout_and_tenant(url, rows):
     assert {one["identity"] for one in mine} == {IDENTITY.digest.hex()[:32]}
     prints = {WriterLayout.of(layout_of(tp=(rank, 2))).fingerprint for rank in range(2)}
     assert {one["fingerprint"] for one in mine} == prints
-    assert mine[0]["block_tokens"] == {"full": 4, "window8": 4, "state2": 4}
+    assert mine[0]["block_tokens"] == {"full": 4, "window8": 4, "state": 4}
     text = run("store", "inspect", url)
     assert text.exit_code == 0
     assert "0 of 2" in text.stdout

@@ -10,7 +10,7 @@ from kvstow.offload.store import Store
 def test_a_url_carries_the_options_of_its_store_and_of_every_store():
     parts, own, options = parse(
         "s3://bucket/a/b?endpoint=http://127.0.0.1:9000&tenant=acme&budget=0.1&queue=64MiB"
-        "&max_bytes=1TiB&tenant_bytes=10GB&prefill=8000&load=3"
+        "&max_bytes=1TiB&tenant_bytes=10GB&load=3"
     )
     assert (parts.netloc, parts.path) == ("bucket", "/a/b")
     assert own == {"endpoint": "http://127.0.0.1:9000"}
@@ -19,7 +19,6 @@ def test_a_url_carries_the_options_of_its_store_and_of_every_store():
         budget=0.1,
         load=3.0,
         queue=64 << 20,
-        prefill=8000.0,
         max_bytes=1 << 40,
         tenant_bytes=10**10,
     )

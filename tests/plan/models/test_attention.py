@@ -8,7 +8,7 @@ from kvstow.errors import ModelError, SpecError
 from kvstow.plan.models import model_layers
 from kvstow.plan.models.attention import attention
 from kvstow.plan.models.serving import precision
-from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, Window
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Window
 from kvstow.plan.spec import Extent, LayerSpec
 from model_facts import LLAMA, layers
 
@@ -69,9 +69,7 @@ def test_contradictory_facts_are_refused_with_both_values(
         model_layers({**LLAMA, **changes})
 
 
-@pytest.mark.parametrize(
-    "retention", [Full(), Window(128), Chunk(8192), Sink(4, 1020), Encoder(1500)]
-)
+@pytest.mark.parametrize("retention", [Full(), Window(128), Chunk(8192), Encoder(1500)])
 def test_attention_keeps_two_vectors_per_head_and_token_whatever_its_retention(
     retention: Retention,
 ) -> None:

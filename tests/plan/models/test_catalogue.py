@@ -73,11 +73,6 @@ def test_the_guide_counts_the_models_and_those_confirmed_in_full() -> None:
     ]
 
 
-def test_the_changelog_counts_them_too() -> None:
-    log = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    assert numbers(log, r"(\d+) models by name") == [len(entries())]
-
-
 def test_the_catalogue_knows_more_than_forty_models_and_all_that_the_docs_name() -> None:
     assert len(catalogue()) > 40
     assert set(WANTED.split()) <= set(catalogue())

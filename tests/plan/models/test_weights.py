@@ -3,7 +3,7 @@
 import pytest
 
 from kvstow.errors import ModelError
-from kvstow.plan.models import load_model
+from kvstow.plan.models import load_model, model_layers
 from kvstow.plan.models.weights import model_weights, parameters
 
 DENSE = {
@@ -143,3 +143,54 @@ def test_a_mixture_may_say_that_it_has_no_shared_experts():
 def test_a_fact_that_is_wrong_is_named():
     with pytest.raises(ModelError, match=r"vocab_size is 'x'(.|\n)*--weights-bytes"):
         model_weights(DENSE | {"vocab_size": "x"})
+
+
+WHOLE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 1000,
+    "torch_dtype": "bfloat16",
+}
+LAYERS = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+EMBEDDINGS = 2 * 2 * 1000 * 64  # bytes, in and out
+
+
+@pytest.mark.parametrize(("algorithm", "sixteenths"), [("FP8", 16), ("NVFP4", 9), ("W4A8_AWQ", 32)])
+def test_modelopt_checkpoints_count_by_their_algorithm(algorithm, sixteenths):
+    quantised = {"quant_method": "modelopt", "quant_algo": algorithm}
+    found = model_weights(WHOLE | {"quantization_config": quantised})
+    assert found.nbytes == LAYERS * sixteenths // 16 + EMBEDDINGS
+    assert ("left out" in found.how) == (sixteenths == 32)
+
+
+@pytest.mark.parametrize(("dtype", "sixteenths"), [("fp8", 16), ("nvfp4", 9), ("float32", 64)])
+def test_layers_may_be_counted_in_another_dtype(dtype, sixteenths):
+    assert model_weights(WHOLE, dtype).nbytes == LAYERS * sixteenths // 16 + EMBEDDINGS
+    with pytest.raises(ModelError, match="unknown dtype of weights 'q4'"):
+        model_weights(WHOLE, "q4")
+
+
+def test_a_vision_tower_is_counted_and_draft_layers_are_named():
+    vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 3}
+    found = model_weights(WHOLE | {"vision_config": vision, "num_nextn_predict_layers": 1})
+    assert found.nbytes - model_weights(WHOLE).nbytes == 2 * 3 * (4 * 32 * 32 + 3 * 32 * 64)
+    assert "in its vision tower" in found.how
+    assert "draft layers left out" in found.how
+
+
+def test_an_fp8_release_of_a_known_model_has_half_the_weights_and_the_same_cache():
+    assert 2 * model_weights("Qwen/Qwen3-8B-FP8").nbytes == model_weights("qwen3-8b").nbytes
+    assert model_layers("qwen3-8b-fp8").layers == model_layers("qwen3-8b").layers
+
+
+@pytest.mark.parametrize(
+    "named", [{"kv_cache_scheme": {"num_bits": 8}}, {"kv_cache_quant_algo": "FP8"}]
+)
+def test_a_quantised_cache_that_the_checkpoint_names_is_said(named):
+    config = WHOLE | {"quantization_config": named}
+    (note,) = model_layers(config).notes
+    assert next(iter(named)) in note
+    assert model_layers(config, kv_dtype="fp8").notes == ()

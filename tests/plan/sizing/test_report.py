@@ -5,10 +5,10 @@ Their keys are tested with the commands.
 
 import pytest
 
-from kvstow.plan.deployment import Deployment
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import packed, separate, union
 from kvstow.plan.retention import Window
+from kvstow.plan.sizing.plan import Deployment, Plan
 from kvstow.plan.sizing.report import (
     compared_figures,
     padding_bytes,
@@ -59,7 +59,7 @@ def test_one_tensor_per_layer_costs_keys_and_values_apart():
 @pytest.mark.parametrize("order", ["BLHNC", "LBHNC"])
 def test_comparing_and_planning_give_the_same_figures(order):
     held = Deployment(model=TINY, tp=2, num_slabs=8).on_rank(1)
-    planned = plan_figures(held, held.layout(order, "slab"))
+    planned = plan_figures(Plan.of(held.changed(order=order)))
     compared = compared_figures(held, order, "slab")
     for key in ("slab_bytes", "num_slabs", "arena_bytes", "order"):
         assert compared[key] == planned[key]

@@ -83,13 +83,9 @@ def test_a_post_that_had_arrived_stays_so():
         node.close()
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-def test_a_peer_that_we_have_disconnected_is_not_taken_for_dead(engines):
+def test_a_peer_that_we_have_disconnected_is_not_taken_for_dead():
     fabric = Fabric()
-    here, there = (
-        Node(MANIFEST, fabric, name=name, options={"engines": engines}, is_started=False)
-        for name in "ab"
-    )
+    here, there = (Node(MANIFEST, fabric, name=name, is_started=False) for name in "ab")
     endpoint, card = here.agent.endpoint, there.agent.endpoint.card
     endpoint.attach(card, "a test")
     copies = Copies.one(card.base, endpoint.card.base, 64)

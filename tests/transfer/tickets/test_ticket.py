@@ -2,6 +2,7 @@
 
 import base64
 import zlib
+from dataclasses import replace
 from hashlib import blake2b
 
 import msgspec
@@ -48,6 +49,7 @@ def one(num_blocks: int = 3) -> Ticket:
         num_tokens=48,
         blocks={0: Blocks.first(ids)},
         generations={0: np.ones(num_blocks, np.int64)},
+        identity=b"",
     )
 
 
@@ -110,23 +112,29 @@ def test_a_ticket_of_4096_neighbouring_blocks_is_below_a_kilobyte():
 def test_a_small_message_that_inflates_to_gigabytes_is_refused():
     bomb = zlib.compress(b"\0" * (80 << 20), 9)
     with pytest.raises(TransferError, match="inflates to more than"):
-        Ticket.from_bytes(b"\0" * 8 + bomb)
+        Ticket.from_bytes(bytes(24) + bomb)
+
+
+SIGNATURE = bytes(16)
+
+
+def packed(data: bytes) -> bytes:
+    """A body as whoever can count checksums would send it."""
+    checksum = blake2b(SIGNATURE + data, digest_size=8).digest()
+    return checksum + SIGNATURE + zlib.compress(data)
 
 
 def sealed(body: list) -> bytes:
-    """A body as whoever can count checksums would send it."""
-    data = msgspec.msgpack.encode(body)
-    return blake2b(data, digest_size=8).digest() + zlib.compress(data)
+    return packed(msgspec.msgpack.encode(body))
 
 
-def test_a_ticket_of_version_1_is_read_and_has_no_identity():
-    old = sealed(msgspec.msgpack.decode(one().body)[:9])
-    word = "kvt1." + base64.urlsafe_b64encode(old).decode().rstrip("=")
-    ticket = Ticket.parse(word)
-    assert ticket.identity == b""
-    assert ticket.num_tokens == 48
-    data = msgspec.msgpack.encode(msgspec.msgpack.decode(one().body)[:9])
-    assert ticket.digest == blake2b(data, digest_size=16).digest(), "its producer knows that one"
+@given(st.binary(min_size=16, max_size=64))
+def test_a_signature_is_of_this_body_and_this_key(key):
+    ticket = Ticket.parse(str(one().signed(key)))
+    assert ticket.is_signed_by(key)
+    assert not ticket.is_signed_by(key[:-1] + bytes([key[-1] ^ 1]))
+    assert not replace(ticket, lease=12).is_signed_by(key)
+    assert not one().is_signed_by(key)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +167,8 @@ def test_a_field_out_of_its_bounds_is_refused(field, value):
 
 def test_a_name_that_is_not_utf8_is_refused():
     body = one().body.replace(b"prefill", b"\xf3\x28efill")
-    data = blake2b(body, digest_size=8).digest() + zlib.compress(body)
     with pytest.raises(TransferError, match="not a ticket"):
-        Ticket.from_bytes(data)
+        Ticket.from_bytes(packed(body))
 
 
 def test_more_blocks_than_any_request_has_are_refused():
@@ -207,9 +214,8 @@ def test_lists_nested_without_end_are_refused():
     body = msgspec.msgpack.decode(one().body)
     body[8][0].append("deep")
     nested = msgspec.msgpack.encode(body).replace(b"\xa4deep", b"\x91" * 50_000 + b"\x90")
-    checksum = blake2b(nested, digest_size=8).digest()
     with pytest.raises(TransferError, match="not a ticket"):
-        Ticket.from_bytes(checksum + zlib.compress(nested))
+        Ticket.from_bytes(packed(nested))
 
 
 def test_logical_blocks_that_wrap_around_are_refused():

@@ -7,8 +7,8 @@
                   │  ◀──── tickets
                   └─────▶ decode    the same request and the tickets; streamed back
 
-An instance that fails is left out for a while (`choice`). When no prefill instance is left,
-decode computes the prompt itself. An instance that is silent for long is asked for its health
+An instance that fails is left out for a while (`instances`). When no prefill instance is left,
+decode computes the prompt itself. The health of an instance that is silent for long is checked
 meanwhile: one that hangs is given up after that, not after the whole time limit. In the middle of a
 stream the client then gets an error as its last event. Speaks the OpenAI completions and chat APIs.
 Tickets come from prefill instances alone: a client's are never passed on.
@@ -18,7 +18,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,31 +26,37 @@ from typing import Any
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvstow.adapters.router.choice import Instance, Instances
-from kvstow.adapters.router.prefixes import EventSource, Prefixes
+from kvstow.adapters.router.instances import Instance, Instances
+from kvstow.adapters.router.metrics import RouterMetrics
 from kvstow.adapters.router.requests import (
     PARAMS,
     PATHS,
-    ClientRequest,
-    is_tokens,
+    is_one_request,
     prefill_request,
     without_tickets,
 )
-from kvstow.observe import RouterMetrics
 
 log = logging.getLogger(__name__)
 
 CHUNK = 1 << 16
 MAX_TICKET_ANSWER = 128 << 20
 
+KEEPALIVE_SECONDS = 30.0
+"""How long a connection may be open without a whole request head."""
+
+SHUTDOWN_SECONDS = 5.0
+"""How long requests under way may take to end after SIGTERM. They are cancelled then, which may
+take as long again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
     """Times in seconds, and bounds.
 
-    `silence` is how long an instance may be silent before its health is asked for; `health` how
-    long that answer may take; `idle` how long one that is healthy may be silent in the middle of
-    an answer; `rest` how long an instance is left out that failed.
+    `body` is how long a client may take to send a request; `silence` how long an instance may be
+    silent before its health is checked; `health` how long that may take; `idle` how long one that
+    is healthy may be silent in the middle of an answer; `rest` how long an instance is left out
+    that failed.
     """
 
     prefill: float = 120.0
@@ -59,10 +65,17 @@ class RouterOptions:
     silence: float = 5.0
     health: float = 2.0
     rest: float = 10.0
-    tokenize: float = 2.0
+    body: float = 30.0
     max_body: int = 16 << 20
-    events: tuple[EventSource, ...] = ()
-    by_prefix: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A client's request: where to, its body without tickets, and headers to pass on."""
+
+    path: str
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
 
 
 class NoAnswer(Exception):
@@ -74,20 +87,16 @@ class NoAnswer(Exception):
 
 
 class Router:
-    """Requests from clients to instances. Made inside a running loop."""
+    """Requests from clients to instances, while `run` is entered."""
+
+    _session: ClientSession
 
     def __init__(
-        self,
-        prefill: Sequence[str],
-        decode: Sequence[str],
-        session: ClientSession,
-        options: RouterOptions,
+        self, prefill: Sequence[str], decode: Sequence[str], options: RouterOptions
     ) -> None:
         self._prefill = Instances(prefill, rest=options.rest, clock=time.monotonic)
         self._decode = Instances(decode, rest=options.rest, clock=time.monotonic)
-        self._session = session
         self._options = options
-        self.prefixes = Prefixes(options.events) if options.by_prefix else None
         self._probes: set[asyncio.Task[None]] = set()
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
@@ -95,153 +104,125 @@ class Router:
             lambda: sum(each.is_open for each in (*self._prefill.all, *self._decode.all))
         )
 
-    async def close(self) -> None:
-        """Let go of events and of questions under way."""
-        for probe in self._probes:
-            probe.cancel()
-        if self.prefixes is not None:
-            await asyncio.to_thread(self.prefixes.close)
+    async def run(self, app: web.Application) -> AsyncIterator[None]:
+        """As long as the application runs."""
+        async with ClientSession(read_bufsize=CHUNK) as self._session:
+            yield
+            for probe in self._probes:
+                probe.cancel()
 
     # ── answers ───────────────────────────────────────────────────────────────────
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """A completion: prefill, then decode, streamed as it comes."""
-        self._probe()
-        asked = await self._with_prefix(
-            ClientRequest(request.path, without_tickets(await _json(request)), _passed_on(request))
-        )
-        params = await self._tickets(asked)
-        full = {**asked.body, PARAMS: params} if params else asked.body
-        ordered = self._decode.ordered(asked.num_tokens, asked.held)
-        for instance in ordered or self._decode.last_resort():
+        self._start_probes()
+        asking = ClientRequest(request.path, await self._body(request), _passed_on(request))
+        plain = _encode(asking.body)
+        full = await self._with_tickets(asking) if is_one_request(asking.body) else None
+        for instance in self._decode.in_turn() or self._decode.last_resort():
             try:
-                with instance.busy_with(asked.num_tokens or 0):
-                    async with self._opened(instance, asked, full) as answer:
-                        self._decode.works(instance)
-                        self._metrics.requests.labels("tickets" if params else "plain").inc()
-                        self._metrics.answers.labels("decode", instance.url).inc()
-                        self._count_tokens(asked, instance)
-                        return await self._relayed(request, instance, answer)
+                async with self._post(instance, asking, full or plain) as answer:
+                    self._decode.succeed(instance)
+                    self._metrics.requests.labels("tickets" if full else "plain").inc()
+                    self._metrics.answers.labels("decode", instance.url).inc()
+                    return await self._relay(request, instance, answer)
             except NoAnswer as error:
-                self._note("decode", self._decode, instance, error)
+                self._count_fault("decode", self._decode, instance, error)
         self._metrics.requests.labels("failed").inc()
         raise _error(web.HTTPBadGateway, "no decode instance answered")
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """What the first decode instance that answers serves."""
         timeout = ClientTimeout(total=self._options.connect)
-        for instance in self._decode.ordered() or self._decode.last_resort():
+        for instance in self._decode.in_turn() or self._decode.last_resort():
             try:
                 url = instance.url + request.path
                 headers = _passed_on(request)
                 async with self._session.get(url, timeout=timeout, headers=headers) as answer:
                     return web.json_response(await answer.json(), status=answer.status)
-            except (ClientError, TimeoutError, ValueError) as error:
+            except (ClientError, TimeoutError, ValueError, RecursionError) as error:
                 log.warning("decode at %s: %s", instance.url, _why(error))
         raise _error(web.HTTPBadGateway, "no decode instance answered")
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(text="ok")
+        """200 if some decode instance is healthy, 503 if none is: nothing can be served."""
+        checks = [asyncio.ensure_future(self._is_healthy(each)) for each in self._decode.all]
+        try:
+            for check in asyncio.as_completed(checks):
+                if await check:
+                    return web.Response(text="ok")
+        finally:
+            for check in checks:
+                check.cancel()
+        return web.Response(text="no decode instance is healthy", status=503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
-        if self.prefixes is not None:
-            for url in self.prefixes.urls:
-                for tier, count in self.prefixes.index.blocks_by_tier(url).items():
-                    self._metrics.prefix_blocks.labels(url, tier).set(count)
         return web.Response(body=generate_latest(self._registry), content_type="text/plain")
 
-    # ── prefixes ──────────────────────────────────────────────────────────────────
-
-    async def _with_prefix(self, asked: ClientRequest) -> ClientRequest:
-        """The request with its length and what each instance holds of it, where that is known."""
-        if self.prefixes is None or self.prefixes.is_empty:
-            return asked
-        tokens = await self._tokenized(asked)
-        if tokens is None:
-            return asked
-        words = {name: asked.body.get(name) for name in ("model", "cache_salt")}
-        model, salt = (value if isinstance(value, str) else "" for value in words.values())
-        held = self.prefixes.held(tokens, model=model, salt=salt)
-        return ClientRequest(asked.path, asked.body, asked.headers, len(tokens), held)
-
-    async def _tokenized(self, asked: ClientRequest) -> list[int] | None:
-        """The prompt's token ids, from an instance where the request has text; None where it does
-        not say in time. One that hangs is not asked by the next request."""
-        prompt = asked.body.get("prompt")
-        if is_tokens(prompt):
-            return prompt
-        if not isinstance(prompt, str) and "messages" not in asked.body:
-            return None
-        for kind, instances in (("prefill", self._prefill), ("decode", self._decode)):
-            instance = instances.idlest()
-            if instance is None:
-                continue
-            try:
-                return await self._tokens_from(instance, asked)
-            except (ClientError, TimeoutError, ValueError, AttributeError) as error:
-                log.warning("tokens from %s: %s", instance.url, _why(error))
-                if not await self._is_healthy(instance):
-                    self._note(kind, instances, instance, error)
-                return None
-        return None
-
-    async def _tokens_from(self, instance: Instance, asked: ClientRequest) -> list[int] | None:
-        timeout = ClientTimeout(total=self._options.tokenize)
-        async with self._session.post(
-            instance.url + "/tokenize", json=asked.body, headers=asked.headers, timeout=timeout
-        ) as answer:
-            found: Any = await answer.json() if answer.status == 200 else {}
-        tokens = found.get("tokens")
-        return tokens if is_tokens(tokens) else None
-
-    def _count_tokens(self, asked: ClientRequest, instance: Instance) -> None:
-        if asked.num_tokens is not None and asked.held is not None:
-            held = asked.held.get(instance.url, 0)
-            self._metrics.tokens.labels("held").inc(held)
-            self._metrics.tokens.labels("not held").inc(asked.num_tokens - held)
+    async def _body(self, request: web.Request) -> dict[str, Any]:
+        """The body, less tickets; 400 where it is no JSON object, 408 where it does not come, 413
+        where it is too long."""
+        try:
+            async with asyncio.timeout(self._options.body):
+                data = await request.read()
+        except TimeoutError:
+            message = f"no whole request within {self._options.body:g} s"
+            raise _error(web.HTTPRequestTimeout, message) from None
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise _error(web.HTTPBadRequest, f"the body is not JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise _error(web.HTTPBadRequest, "the body is not a JSON object")
+        return without_tickets(body)
 
     # ── instances ─────────────────────────────────────────────────────────────────
 
-    async def _tickets(self, asked: ClientRequest) -> Mapping[str, Any] | None:
-        """Tickets from the first prefill instance that gives some; None where none does."""
-        body = prefill_request(asked.body)
-        for instance in self._prefill.ordered(asked.num_tokens, asked.held):
+    async def _with_tickets(self, asking: ClientRequest) -> bytes | None:
+        """The request for decode, with tickets of the first prefill instance that answers; None
+        where there are none."""
+        body = _encode(prefill_request(asking.body))
+        for instance in self._prefill.in_turn():
             try:
-                with instance.busy_with(asked.num_tokens or 0):
-                    async with (
-                        asyncio.timeout(self._options.prefill),
-                        self._opened(instance, asked, body) as answer,
-                    ):
-                        if answer.status >= 400:  # the request is bad: decode will say so
-                            return None
-                        found: Any = json.loads(await _read(answer, MAX_TICKET_ANSWER))
-                self._prefill.works(instance)
-                self._metrics.answers.labels("prefill", instance.url).inc()
-                params = found.get(PARAMS) if isinstance(found, dict) else None
-                return params if isinstance(params, dict) else None
-            except (NoAnswer, TimeoutError, ClientError, ValueError) as error:
-                self._note("prefill", self._prefill, instance, error)
+                async with (
+                    asyncio.timeout(self._options.prefill),
+                    self._post(instance, asking, body) as answer,
+                ):
+                    if answer.status >= 400:  # the request is bad: decode will say so
+                        return None
+                    reply: Any = json.loads(await _read(answer, MAX_TICKET_ANSWER))
+                params = reply.get(PARAMS) if isinstance(reply, dict) else None
+                is_ticket = isinstance(params, dict)
+                full = json.dumps({**asking.body, PARAMS: params}).encode() if is_ticket else None
+            except (NoAnswer, TimeoutError, ClientError, ValueError, RecursionError) as error:
+                self._count_fault("prefill", self._prefill, instance, error)
+                continue
+            self._prefill.succeed(instance)
+            self._metrics.answers.labels("prefill", instance.url).inc()
+            return full
         return None
 
-    def _note(self, kind: str, instances: Instances, instance: Instance, error: Exception) -> None:
-        """An instance failed."""
-        instances.failed(instance, at_once=not isinstance(error, NoAnswer) or error.at_once)
+    def _count_fault(
+        self, kind: str, instances: Instances, instance: Instance, error: Exception
+    ) -> None:
+        instances.fail(instance, at_once=not isinstance(error, NoAnswer) or error.at_once)
         self._metrics.faults.labels(kind).inc()
         log.warning("%s at %s: %s", kind, instance.url, _why(error))
 
     @asynccontextmanager
-    async def _opened(
-        self, instance: Instance, asked: ClientRequest, body: Mapping[str, Any]
+    async def _post(
+        self, instance: Instance, asking: ClientRequest, body: bytes
     ) -> AsyncGenerator[Any]:
         """An answer whose status is known; NoAnswer where the instance is at fault."""
         timeout = ClientTimeout(total=None, sock_connect=self._options.connect)
+        headers = {**asking.headers, "Content-Type": "application/json"}
         posting = asyncio.ensure_future(
             self._session.post(
-                instance.url + asked.path, json=body, headers=asked.headers, timeout=timeout
+                instance.url + asking.path, data=body, headers=headers, timeout=timeout
             )
         )
         try:
-            answer = await self._awaited(instance, posting)
+            answer = await self._wait(instance, posting)
         except (ClientError, TimeoutError, OSError) as error:
             raise NoAnswer(_why(error), at_once=True) from error
         finally:
@@ -252,15 +233,15 @@ class Router:
                 raise NoAnswer(f"status {answer.status}: {text}", at_once=False)
             yield answer
 
-    async def _awaited(
+    async def _wait(
         self, instance: Instance, coming: "asyncio.Future[Any]", most: float = float("inf")
     ) -> Any:
-        """What an instance sends; while nothing comes, its health is asked for. TimeoutError where
+        """What an instance sends; while nothing comes, its health is checked. TimeoutError where
         it is not healthy, or silent for more than `most` seconds."""
         end = time.monotonic() + most
         while not (await asyncio.wait((coming,), timeout=min(self._options.silence, most)))[0]:
             if not await self._is_healthy(instance):
-                raise TimeoutError("neither answers nor says that it is healthy")
+                raise TimeoutError("neither answers nor is healthy")
             if time.monotonic() >= end:
                 raise TimeoutError(f"healthy, and silent for {most:g} s")
         return coming.result()
@@ -270,14 +251,14 @@ class Router:
         while True:
             reading = asyncio.ensure_future(answer.content.readany())
             try:
-                chunk: bytes = await self._awaited(instance, reading, self._options.idle)
+                chunk: bytes = await self._wait(instance, reading, self._options.idle)
             finally:
                 reading.cancel()
             if not chunk:
                 return
             yield chunk
 
-    async def _relayed(
+    async def _relay(
         self, request: web.Request, instance: Instance, answer: Any
     ) -> web.StreamResponse:
         """The answer of a decode instance, byte by byte as it comes. Where it breaks off, so does
@@ -289,7 +270,7 @@ class Router:
             async for chunk in self._chunks(instance, answer):
                 await reply.write(chunk)
         except TimeoutError as error:
-            self._note("decode", self._decode, instance, error)
+            self._count_fault("decode", self._decode, instance, error)
             if answer.content_type != "text/event-stream":
                 raise
             about = _about(web.HTTPGatewayTimeout, f"the decode instance hangs: {_why(error)}")
@@ -305,21 +286,21 @@ class Router:
         except (ClientError, TimeoutError, OSError):
             return False
 
-    def _probe(self) -> None:
-        """Ask those for their health, in the background, that have been left out for a while."""
+    def _start_probes(self) -> None:
+        """Check the health of those that have been left out for a while, in the background."""
         for instances in (self._prefill, self._decode):
             for instance in instances.to_probe():
                 instance.is_probed = True
-                task = asyncio.create_task(self._probed(instances, instance))
+                task = asyncio.create_task(self._probe(instances, instance))
                 self._probes.add(task)
                 task.add_done_callback(self._probes.discard)
 
-    async def _probed(self, instances: Instances, instance: Instance) -> None:
+    async def _probe(self, instances: Instances, instance: Instance) -> None:
         try:
             if await self._is_healthy(instance):
-                instances.healthy(instance)
+                instances.recover(instance)
             else:
-                instances.failed(instance, at_once=True)
+                instances.fail(instance, at_once=True)
         finally:
             instance.is_probed = False
 
@@ -327,15 +308,11 @@ class Router:
 # ── requests and answers ──────────────────────────────────────────────────────────────
 
 
-async def _json(request: web.Request) -> dict[str, Any]:
-    """The body; 400 where it is no JSON object, 413 where it is too long."""
+def _encode(body: Mapping[str, Any]) -> bytes:
     try:
-        body = json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
+        return json.dumps(body).encode()
+    except RecursionError as error:
         raise _error(web.HTTPBadRequest, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise _error(web.HTTPBadRequest, "the body is not a JSON object")
-    return body
 
 
 def _error(kind: type[web.HTTPException], message: str) -> web.HTTPException:
@@ -369,34 +346,18 @@ async def _read(answer: Any, most: int) -> bytes:
     return b"".join(parts)
 
 
-Endpoint = Callable[[Router, Any], Awaitable[Any]]
-ROUTER = web.AppKey("router", Router)
-
-
 def application(
     prefill: Sequence[str], decode: Sequence[str], options: RouterOptions
 ) -> web.Application:
     """The router as an application; `web.run_app` serves it."""
     app = web.Application(client_max_size=options.max_body)
-
-    async def lifetime(app: web.Application) -> AsyncIterator[None]:
-        async with ClientSession(read_bufsize=CHUNK) as session:
-            router = app[ROUTER] = Router(prefill, decode, session, options)
-            yield
-            await router.close()
-
-    def to(method: Endpoint) -> Any:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            return await method(app[ROUTER], request)
-
-        return handler
-
+    router = Router(prefill, decode, options)
     for path in PATHS:
-        app.router.add_post(path, to(Router.complete))
-    app.router.add_get("/v1/models", to(Router.models))
-    app.router.add_get("/metrics", to(Router.metrics))
-    app.router.add_get("/health", to(Router.health))
-    app.cleanup_ctx.append(lifetime)
+        app.router.add_post(path, router.complete)
+    app.router.add_get("/v1/models", router.models)
+    app.router.add_get("/metrics", router.metrics)
+    app.router.add_get("/health", router.health)
+    app.cleanup_ctx.append(router.run)
     return app
 
 
@@ -409,10 +370,21 @@ def serve(
     options: RouterOptions,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve until interrupted; `announce` is told the address once it can be asked."""
-    made = application(prefill, decode, options)
+    """Serve until interrupted or terminated; `announce` gets the address once it is served.
+
+    A request whose client leaves is cancelled, and so are its requests to instances.
+    """
+    app = application(prefill, decode, options)
 
     def started(text: str) -> None:
         announce(next(word for word in text.split() if word.startswith("http")))
 
-    web.run_app(made, host=host, port=port, print=started)
+    web.run_app(
+        app,
+        host=host,
+        port=port,
+        print=started,
+        keepalive_timeout=KEEPALIVE_SECONDS,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        handler_cancellation=True,
+    )

@@ -3,19 +3,17 @@
 """A transformers `Cache` whose every byte lies in kvstow rows."""
 
 from collections.abc import Iterable, Sequence
-from inspect import signature
 from typing import Any, Self
 
 import torch
 from transformers import Cache as TransformersCache
-from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from kvstow.adapters.transformers.batch.prompts import prompts_of
+from kvstow.adapters.transformers.batch.prompts import naming_fault, prompts_of
 from kvstow.adapters.transformers.batch.sequences import Sequences
 from kvstow.adapters.transformers.layers import (
     CompressedLayer,
-    CrossLayer,
     EmptyLayer,
     IndexedRowsLayer,
     RowsLayer,
@@ -23,9 +21,10 @@ from kvstow.adapters.transformers.layers import (
     StateLayer,
 )
 from kvstow.adapters.transformers.memory import ModelMemory
-from kvstow.adapters.transformers.model.inspect import own_cache
-from kvstow.adapters.transformers.model.watch import eager
+from kvstow.adapters.transformers.model.inspect import cache_name, own_cache
+from kvstow.adapters.transformers.model.passes import eager
 from kvstow.adapters.transformers.prefixes import PrefixStore
+from kvstow.errors import ModelError
 from kvstow.offload.store import Store
 from kvstow.plan.layout import Order
 from kvstow.plan.retention import State, Window
@@ -47,13 +46,12 @@ class Cache(TransformersCache):
     model will be given, and `attention_mask` where there is padding) to admit them at once: then
     what the memory still knows of a common prefix is not computed again. Where tokens stand for
     images or other content, `extra` must tell for which, sequence by sequence, as in `Prompt.of`.
-    Or give the `requests` of the ledger that hold `num_tokens` tokens already, such as pulled
-    ones, and `num_encoder_tokens` positions of an encoder, where there is one.
+    Or give the `requests` of the ledger that hold `num_tokens` tokens already, such as pulled ones.
 
     With a `store`, known tokens that it has rows for are not computed either. What was computed
-    of them is stored at the end of the prompt, what `remember` tells when the cache is closed. A
-    recurrent model's prompt is computed up to its last whole block at once, where it has no
-    padding, so that its state there is stored too. A store keeps rows of one computation only.
+    of them is stored at the end of the prompt, what `remember` tells when the cache is closed. Of a
+    recurrent model only states at the end of a whole block are found again: see `prefill`. A store
+    keeps rows of one computation only.
 
     Rows go back when the cache is closed, and the memory with them if it is the cache's own.
     """
@@ -70,7 +68,7 @@ class Cache(TransformersCache):
             from kvstow.adapters.transformers.lightning import LightningCache
 
             return object.__new__(LightningCache)
-        return object.__new__(CrossCache if kind == "EncoderDecoderCache" else cls)
+        return object.__new__(cls)
 
     def __init__(  # pyright: ignore[reportInconsistentConstructor]
         self,
@@ -80,7 +78,6 @@ class Cache(TransformersCache):
         block_tokens: int = 16,
         order: Order = "BLHNC",
         rollback_tokens: int = 0,
-        encoder_tokens: int | None = None,
         in_place: bool = False,
         store: Store | None = None,
         tokens: torch.Tensor | None = None,
@@ -88,7 +85,6 @@ class Cache(TransformersCache):
         extra: Sequence[Iterable[tuple[int, bytes]]] = (),
         requests: Sequence[int] = (),
         num_tokens: int = 0,
-        num_encoder_tokens: int = 0,
     ) -> None:
         shares = isinstance(model, ModelMemory)
         if shares == (memory is not None):
@@ -105,7 +101,6 @@ class Cache(TransformersCache):
                 block_tokens=block_tokens,
                 order=order,
                 rollback_tokens=rollback_tokens,
-                encoder_tokens=encoder_tokens,
                 in_place=in_place,
             )
         )
@@ -114,35 +109,40 @@ class Cache(TransformersCache):
             held,
             requests=requests,
             num_tokens=num_tokens,
-            encoder_tokens=num_encoder_tokens,
             store=PrefixStore(held, store) if store is not None else None,
         )
         if tokens is not None:
-            special = held.placeholder_tokens, held.padding_token
-            self.batch.admit(prompts_of(tokens, attention_mask, extra, *special))
+            self._admit(held, tokens, attention_mask, extra)
         self._found_tokens = self.batch.hit_tokens if tokens is not None else 0
         layers = [_layer(self.batch, i) for i in range(held.num_layers)]
         TransformersCache.__init__(self, layers=layers)
-        if tokens is None or attention_mask is not None or extra or isinstance(model, ModelMemory):
-            return
-        self._compute_states(model, tokens)
 
-    def _compute_states(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    def _admit(
+        self,
+        memory: ModelMemory,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None,
+        extra: Sequence[Iterable[tuple[int, bytes]]],
+    ) -> None:
+        prompts = prompts_of(tokens, mask, extra)
+        special = memory.placeholder_tokens, memory.padding_token
+        fault = naming_fault(prompts, *special, has_mask=mask is not None)
+        if fault:
+            self.batch.begin_unnamed(len(prompts), fault)
+        else:
+            self.batch.admit(prompts)
+
+    def prefill(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
         """Compute a prompt of a recurrent model up to its last whole block.
 
         Only there is its state one that a store can find again: the pass that `generate` makes
-        of a whole prompt ends somewhere inside a block.
+        of a whole prompt ends somewhere inside a block. Does nothing for other models.
         """
-        end = self.batch.memory.whole_tokens(tokens.shape[1] - 1)
-        if (
-            not (self.batch.known.has_store and self.batch.memory.has_states)
-            or end <= self.batch.num_tokens
-        ):
-            return
-        if "past_key_values" not in signature(model.forward).parameters:
-            return  # such as Mamba-2, which is given its cache under another name
-        with torch.no_grad():
-            model(tokens[:, self.batch.num_tokens : end], past_key_values=self, use_cache=True)
+        start = self.num_tokens
+        end = self.memory.whole_tokens(tokens.shape[1] - 1)
+        if self.memory.has_states and end > start:
+            with torch.no_grad():
+                model(tokens[:, start:end], use_cache=True, **{cache_name(model): self})
 
     def __deepcopy__(self, memo: object) -> "Cache":
         """Refused: rows belong to the memory, and others may share them."""
@@ -197,8 +197,12 @@ class Cache(TransformersCache):
         self.batch.remember(tokens)
 
     def _check_model(self) -> None:
-        if self.memory.watch is not None:
-            self.memory.watch.check()
+        passes = self.memory.passes
+        if passes is not None and (change := passes.change()):
+            raise ModelError(
+                f"{change}: its rows would be taken for what it computes now\n\n"
+                "hint: make another ModelMemory after such a change"
+            )
 
     # ── beams ─────────────────────────────────────────────────────────────────────
 
@@ -292,28 +296,3 @@ def _window(batch: Sequences, spec: LayerSpec) -> int | None:
     if not isinstance(spec.retention, Window):
         return None
     return spec.retention.tokens - batch.memory.rollback_tokens
-
-
-class CrossCache(Cache, EncoderDecoderCache):
-    """Both caches of such a model, as the two that it looks for."""
-
-    def __init__(self, model: PreTrainedModel | ModelMemory, **given: Any) -> None:
-        super().__init__(model, **given)
-        names = [f"layers.{i}.cross" for i in range(self.memory.num_layers)]
-        self.self_attention_cache = TransformersCache(layers=self.layers)
-        self.cross_attention_cache = TransformersCache(
-            layers=[CrossLayer(self.batch, x) for x in names]
-        )
-        self._note_whether_encoded()
-
-    def reset(self) -> None:
-        """Forget all sequences; the next ones bring their encoder's positions."""
-        super().reset()
-        self._note_whether_encoded()
-
-    def __len__(self) -> int:
-        return TransformersCache.__len__(self)
-
-    def _note_whether_encoded(self) -> None:
-        encoded = self.batch.encoder_tokens > 0
-        self.is_updated = dict.fromkeys(range(self.memory.num_layers), encoded)

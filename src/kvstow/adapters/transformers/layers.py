@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from kvstow.adapters.transformers.attention import noted
 from kvstow.adapters.transformers.batch.sequences import Sequences
-from kvstow.adapters.transformers.model.watch import eager
+from kvstow.adapters.transformers.model.passes import eager
 from kvstow.errors import BlockError, ModelError
 
 Tensor = torch.Tensor
@@ -371,29 +371,3 @@ class CompressedLayer(RowsLayer):
         if held is None:
             raise ModelError(f"layer {self.name!r} kept no {field!r} when it was tried")
         return held
-
-
-class CrossLayer(RowsLayer):
-    """Keys and values of one layer's encoder positions: all are there at once, and stay."""
-
-    def __init__(self, batch: Sequences, name: str) -> None:
-        super().__init__(batch, name, window=None)
-
-    @eager
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Store all positions."""
-        self.lazy_initialization(key_states, value_states)
-        self.batch.encode(self.name, {"k": key_states, "v": value_states})
-        return key_states, value_states
-
-    @eager
-    def get_seq_length(self) -> int:
-        """The encoder's positions."""
-        return self.batch.encoder_tokens
-
-    @eager
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All positions, from the first; a query adds none."""
-        return self.get_seq_length(), 0

@@ -9,24 +9,17 @@ from math import lcm
 from typing import Self
 
 import torch
-from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvstow.adapters.transformers.attention import attend_in_place
-from kvstow.adapters.transformers.model.identity import model_identity, user_hooks
-from kvstow.adapters.transformers.model.inspect import (
-    ALL_HEADS,
-    HeadShard,
-    crossed_layers,
-    encoder_positions,
-    follows_tokens,
-    kept_layers,
+from kvstow.adapters.transformers.model.identity import model_identity
+from kvstow.adapters.transformers.model.inspect import Rank, kept_layers, twin_cache
+from kvstow.adapters.transformers.model.passes import ModelPasses
+from kvstow.adapters.transformers.model.reuse import (
     padding_token,
     placeholder_tokens,
-    resumes,
-    trial,
+    why_not_reused,
 )
-from kvstow.adapters.transformers.model.ropes import LengthRope, length_ropes
-from kvstow.adapters.transformers.model.watch import ModelWatch
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.table import RowCopy
@@ -35,7 +28,7 @@ from kvstow.plan.group import Group, grouped
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.pack import Site, packed
-from kvstow.plan.retention import Encoder, State, Window
+from kvstow.plan.retention import State, Window
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.words import parse_size
 
@@ -60,11 +53,9 @@ class ModelMemory:
     """Tokens that stand for an image, a clip or a sound: their ids do not tell which."""
     padding_token: int | None = None
     """The token that `generate` takes for padding, where nobody gives it a mask."""
-    rope: LengthRope | None = None
-    """A rope that follows the sequence's length: see `ropes`."""
-    watch: ModelWatch | None = None
-    """Looks at what the model is given for tokens that are known; None where no model is known
-    or no prefix is found."""
+    passes: ModelPasses | None = None
+    """Compares what the model is given with the tokens that are known; None where no model is
+    known, or no prefix is found."""
     on_close: Callable[[], None] | None = None
     """Gives the model its own attention back."""
 
@@ -76,18 +67,16 @@ class ModelMemory:
         budget: int | str,
         block_tokens: int = 16,
         order: Order = "BLHNC",
-        shard: HeadShard = ALL_HEADS,
+        tp: Rank = (0, 1),
         name: str = "",
         identity: Identity | None = None,
         rollback_tokens: int = 0,
-        encoder_tokens: int | None = None,
         in_place: bool = False,
     ) -> Self:
         """`budget` bytes (or `"2GiB"`) on the model's device, in rows of what the model keeps.
 
-        Runs the model on a few tokens to see what that is. Prefixes are found again later,
-        unless the model cannot go on from a state (see `resumes`), attends to an encoder, or
-        keeps of a token what others do not (see `follows_tokens`).
+        The model is not run. Prefixes are found again later, unless `why_not_reused` has a reason.
+        Where ranks share out the model's heads, `tp` says which of how many this is.
 
         `identity` says which computation fills the rows, so that only caches of the same one
         exchange them. It is made from the model itself (see `model_identity`), which needs all
@@ -96,23 +85,17 @@ class ModelMemory:
         `rollback_tokens` is how many tokens a cache may take back at a time where layers have
         windows: the candidates of assisted generation, say.
 
-        `encoder_tokens` is how many positions of an encoder a sequence may have, where the
-        configuration does not say.
-
         With `in_place` (CUDA) the model's attention becomes one that reads rows where they
         lie, and the model needs a `Cache` until the memory is closed.
         """
-        known = identity or model_identity(model, name=name)
-        cache = trial(model)
-        specs = kept_layers(cache, block_tokens=block_tokens, shard=shard)
-        if isinstance(cache, EncoderDecoderCache):
-            most = encoder_tokens or encoder_positions(model)
-            specs += crossed_layers(cache, most, block_tokens=block_tokens, shard=shard)
+        computation = identity or model_identity(model, name=name)
+        cache = twin_cache(model)
+        specs = kept_layers(cache, block_tokens=block_tokens, tp=tp)
         groups = grouped(_with_rollback(spec, rollback_tokens) for spec in specs)
-        site = Site(model=known.model, order=order, tp=(shard.rank, shard.size))
-        layout = packed(groups, budget=parse_size(budget), site=site).identified(known)
+        site = Site(model=computation.model, order=order, tp=tp)
+        layout = packed(groups, budget=parse_size(budget), site=site).identified(computation)
         arena = Arena(layout, device=model.device)
-        caching = _finds_prefixes(groups, model, vouched=identity is not None)
+        caching = _finds_prefixes(groups, model, is_vouched=identity is not None)
         return cls(
             arena=arena,
             ledger=Ledger(Pool(layout), caching=caching),
@@ -123,8 +106,7 @@ class ModelMemory:
             placeholder_tokens=placeholder_tokens(model),
             padding_token=padding_token(model),
             on_close=attend_in_place(model) if in_place else None,
-            rope=next(iter(length_ropes(model)), None),
-            watch=ModelWatch(model, vouched=identity is not None) if caching else None,
+            passes=ModelPasses(model) if caching else None,
         )
 
     @property
@@ -161,8 +143,8 @@ class ModelMemory:
     def close(self) -> None:
         """Let go of the arena; a model that has read it in place has its own attention again."""
         self.arena.close()
-        if self.watch is not None:
-            self.watch.close()
+        if self.passes is not None:
+            self.passes.close()
         if self.on_close is not None:
             self.on_close()
 
@@ -173,16 +155,13 @@ class ModelMemory:
         self.close()
 
 
-def _finds_prefixes(groups: Sequence[Group], model: PreTrainedModel, *, vouched: bool) -> bool:
+def _finds_prefixes(groups: Sequence[Group], model: PreTrainedModel, *, is_vouched: bool) -> bool:
     """Whether what the model keeps of a prompt serves another prompt that begins alike."""
-    hooks = [] if vouched else list(user_hooks(model))
-    if hooks:
-        log.warning("no prefixes are found: nobody knows what hooks do to rows (%s)", hooks[0])
-        return False
-    kinds = {type(group.retention) for group in groups}
-    if Encoder in kinds or not follows_tokens(model):
-        return False
-    return State not in kinds or resumes(model)
+    has_states = any(isinstance(group.retention, State) for group in groups)
+    reason = why_not_reused(model, has_states=has_states, is_vouched=is_vouched)
+    if reason:
+        log.warning("%s is computed and not reused: %s", type(model).__name__, reason)
+    return not reason
 
 
 def _with_rollback(spec: LayerSpec, tokens: int) -> LayerSpec:

@@ -6,18 +6,16 @@ are logged, and the tokens are computed.
 """
 
 import logging
-from math import lcm
 
 import numpy as np
 
-from kvstow.adapters.prefill import PROMPT_TOKENS, PrefillMeter
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
-from kvstow.offload.keys import block_keys, links, wanted
+from kvstow.offload.keys import PromptRows, block_keys, links
 from kvstow.offload.rows import matching_group
 from kvstow.offload.store import Store
-from kvstow.plan.retention import State, can_hit
+from kvstow.plan.retention import Bools, State, longest_prefix
 from kvstow.route.blocks import Blocks
 
 log = logging.getLogger(__name__)
@@ -31,21 +29,7 @@ class PrefixStore:
         self._memory = memory
         self._store = store.bind(layout)
         self._identity = store.identity
-        self._prefill: PrefillMeter | None = None
-        if store.remote is not None:
-            self._prefill = PrefillMeter(store.remote.prefill_rate.note, memory.arena.device)
         self._groups = [matching_group(layout, g, store.layout) for g in range(len(layout.groups))]
-
-    def begin_pass(self, tokens: int, sequences: int) -> None:
-        """Measure a pass that begins with so many tokens of each sequence, if those are a prompt:
-        a remote store has to know what computing costs."""
-        if self._prefill is not None:
-            self._prefill.begin(tokens * sequences if tokens >= PROMPT_TOKENS else 0)
-
-    def mark_pass(self) -> None:
-        """The pass has come so far."""
-        if self._prefill is not None:
-            self._prefill.mark()
 
     def num_tokens(self, prompt: Prompt) -> int:
         """The longest beginning of the prompt that every group could be loaded for.
@@ -53,27 +37,26 @@ class PrefixStore:
         At most all tokens but the last, which is computed anew.
         """
         try:
-            return self._found_tokens(prompt)
+            return self._stored_tokens(prompt)
         except StoreError as error:
             log.warning("a prompt of %d tokens was not looked for: %s", len(prompt), error)
             return 0
 
-    def _found_tokens(self, prompt: Prompt) -> int:
+    def _stored_tokens(self, prompt: Prompt) -> int:
         self._store.expect(prompt, self._identity)
         groups = self._memory.ledger.groups
-        unit = lcm(*(group.block_tokens for group in groups))
-        lengths = np.arange(0, max(0, len(prompt) - 1) // unit * unit + 1, unit)
-        for g, group in enumerate(groups):
-            keys = block_keys(self._identity, prompt, group.block_tokens)
-            keys = keys[: int(lengths[-1]) // group.block_tokens]
-            present = self._store.loadable(self._groups[g], keys)
-            lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
-        return int(lengths.max(initial=0))
+
+        def holds(g: int, num_blocks: int) -> Bools:
+            keys = block_keys(self._identity, prompt, groups[g].block_tokens)[:num_blocks]
+            return self._store.contains(self._groups[g], keys)
+
+        return longest_prefix(enumerate(groups), len(prompt) - 1, holds)
 
     def load(self, prompt: Prompt, request: int, start_token: int, num_tokens: int) -> bool:
         """Bring tokens `[start_token, num_tokens)` into the request's rows; whether all came."""
         held = self._memory.ledger.blocks(request)
-        for g, keyed in wanted(self._identity, prompt, self._memory.layout, num_tokens).items():
+        rows = PromptRows(self._memory.layout, self._identity, prompt)
+        for g, keyed in rows.seen(num_tokens).items():
             group = self._memory.ledger.groups[g]
             if isinstance(group.retention, State):
                 keys, ids = list(keyed.keys), held[g].ids
@@ -130,10 +113,7 @@ class PrefixStore:
         group = ledger.groups[g]
         if not isinstance(group.retention, State):
             return ledger.blocks(request)[g].whole
-        kept = ledger.checkpoints(request)[g]
         if not is_running or not num_tokens or num_tokens % group.block_tokens:
-            return kept
+            return Blocks.first([])
         last = num_tokens // group.block_tokens - 1
-        return Blocks(
-            np.append(kept.ids, ledger.blocks(request)[g].ids), np.append(kept.index, last)
-        )
+        return Blocks(ledger.blocks(request)[g].ids, np.array([last]))

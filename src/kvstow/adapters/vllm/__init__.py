@@ -12,11 +12,14 @@ cache/      vLLM's own cache: its layout, its pages, which computation fills it
 scheduler/  one per engine: which request hands over, takes over, is stored or comes back
 worker/     one per rank: pulls, leases, rows stored and loaded
 peers/      prefixes of other engines: rows lent to them, theirs asked for by key
-plugin      what is changed in vLLM: rows for its CPU attention, weight versions for connectors,
-            steps without pauses while something is loaded
+engine      what vLLM must offer, checked at start
+counts      what is counted, and its names on vLLM's /metrics
+metrics     the same in vLLM's classes
+bases       vLLM's classes that the connector extends
+plugin      what is changed in vLLM: the connector's name, weight versions, an option for its steps
 
 `KvstowConnector` is loaded when it is first asked for: everything else imports without vLLM,
-which only `connector` and `plugin` import.
+which only `bases` imports.
 """
 
 from typing import TYPE_CHECKING, Any

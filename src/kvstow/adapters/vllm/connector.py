@@ -1,155 +1,117 @@
-# pyright: reportIncompatibleMethodOverride=false, reportMissingImports=false
-# pyright: reportMissingParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
-# pyright: reportUnknownVariableType=false, reportUntypedBaseClass=false
 """The connector: vLLM's questions and orders, handed to our two sides."""
 
 import logging
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
-from vllm.v1.request import RequestStatus
 
+from kvstow.adapters.vllm.bases import (
+    CacheHitSource,
+    ConnectorBase,
+    ConnectorMetadata,
+    ConnectorRole,
+    HandshakeMetadata,
+    RequestStatus,
+    SupportsHMA,
+    TransferResults,
+    WorkerMetadata,
+)
 from kvstow.adapters.vllm.cache.layout import adopted, declaration, declared_groups, wanted_layout
-from kvstow.adapters.vllm.loras import KnownAdapters
+from kvstow.adapters.vllm.engine import (
+    BlockPool,
+    CacheConfig,
+    EngineConfig,
+    GivenBlocks,
+    Request,
+    StepPlan,
+    TransferConfig,
+    WorkersOutput,
+    check_engine,
+    check_sleep,
+    steps_by_hand,
+    stop_one_token_short,
+)
+from kvstow.adapters.vllm.loras import AdapterNames
+from kvstow.adapters.vllm.metrics import KvstowMetrics, KvstowStats
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.plugin import hear_weight_versions, step_on_while_loading
+from kvstow.adapters.vllm.plugin import hear_weight_versions, step_while_loading
 from kvstow.adapters.vllm.protocol import (
     EngineRequest,
-    KeyLevels,
     RanksReport,
     StepOrders,
     WorkerEndpoint,
     request_of,
 )
+from kvstow.adapters.vllm.scheduler.block_holds import PoolHolds
 from kvstow.adapters.vllm.scheduler.events import TierEvents, check_published
-from kvstow.adapters.vllm.scheduler.recall import Recall
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
-from kvstow.adapters.vllm.scheduler.stores import PoolHolds
 from kvstow.adapters.vllm.worker.offers import OfferSender
 from kvstow.adapters.vllm.worker.side import WorkerSide
 from kvstow.events.format import CacheEvent
-from kvstow.observe import VLLM_COUNTERS, vllm_counter
 from kvstow.plan.manifest import encode
 from kvstow.plan.retention import Full
 from kvstow.transfer.transport.nixl import NixlTransport
 
 log = logging.getLogger(__name__)
 
+SLEEP_NAMES = ("supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches")
+OWN_NAMES = ("is_loading", "name_weights", "request_finished_all_groups", *SLEEP_NAMES)
+"""Public names of the connector that its base class need not have."""
+
 
 @dataclass
-class KvstowEndpoint(KVConnectorHandshakeMetadata):
-    """A worker's agent, for the scheduler. `worker` is lost on the way to another process."""
+class KvstowEndpoint(HandshakeMetadata):
+    """A worker's agent, for the scheduler, and what its tiers keep already."""
 
     endpoint: WorkerEndpoint
-    worker: WorkerSide | None = None
-    kept: KeyLevels = field(default_factory=dict[int, tuple[tuple[bytes, ...], bytes]])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return KvstowEndpoint, (self.endpoint, None, self.kept)
+    report: RanksReport
 
 
 @dataclass
-class KvstowStep(KVConnectorMetadata):
+class KvstowStep(ConnectorMetadata):
     """A step's work, for the workers."""
 
     step: StepOrders
 
 
 @dataclass
-class KvstowReport(KVConnectorWorkerMetadata):
+class KvstowReport(WorkerMetadata):
     """What the workers tell the scheduler, besides requests that are over."""
 
     report: RanksReport
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "KvstowReport":
+    def aggregate(self, other: WorkerMetadata) -> "KvstowReport":
         assert isinstance(other, KvstowReport)
         return KvstowReport(self.report.joined(other.report))
 
 
-class KvstowStats(KVConnectorStats):
-    """Counts by name, since the last time."""
-
-    def reset(self) -> None:
-        self.data.clear()
-
-    def aggregate(self, other: KVConnectorStats) -> "KvstowStats":
-        return KvstowStats(data=dict(Counter(self.data) + Counter(other.data)))
-
-    def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        return not self.data
-
-
-class KvstowMetrics(KVConnectorPromMetrics):
-    """The same counts on vLLM's /metrics, each under its name: `kvstow_vllm_…_total`."""
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[str, Any] = {
-            each.name: self._counter_cls(
-                name=each.family,
-                documentation=each.text,
-                labelnames=[*labelnames, *each.labels],
-            )
-            for each in VLLM_COUNTERS
-        }
-        for each in (each for each in VLLM_COUNTERS if not each.label):
-            for values in per_engine_labelvalues.values():
-                self._counters[each.name].labels(*values)  # 0 from the beginning
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for what, count in transfer_stats_data.items():
-            counter, value = vllm_counter(what)
-            labels = [*self.per_engine_labelvalues[engine_idx], *([value] if value else [])]
-            self._counters[counter.name].labels(*labels).inc(count)
-
-
-class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
+class KvstowConnector(ConnectorBase, SupportsHMA):
     """Hands requests over between vLLM instances, and keeps prefixes outside of them."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(
+        self, vllm_config: EngineConfig, role: ConnectorRole, kv_cache_config: CacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_with_vllm()
+        check_engine(KvstowConnector, ConnectorBase, OWN_NAMES)
+        check_sleep(vllm_config, ConnectorBase, SLEEP_NAMES)
         self._options = ConnectorOptions.of(
-            vllm_config.kv_transfer_config.kv_connector_extra_config
+            vllm_config.kv_transfer_config.kv_connector_extra_config,
+            num_engines=vllm_config.parallel_config.data_parallel_size,
         )
         self._declared = declaration(vllm_config, kv_cache_config, self._options)
         self._groups_taken = kv_cache_config.transfer_group_ids
         pages = [page for group in self._declared.groups for page in group]
         self._forgets = any(not isinstance(page.retention, Full) for page in pages)
         self._engine = vllm_config.kv_transfer_config.engine_id
-        self._stats: defaultdict[str, float] = defaultdict(float)
         self._report = RanksReport()
-        self._requests: dict[str, Any] = {}
+        self._requests: dict[str, Request] = {}
         """Requests of the engine that may be stored while they run."""
-        self._adapters = KnownAdapters(vouched=bool(self._options.unverified))
+        self._adapters = AdapterNames(vouched=bool(self._options.unverified))
         self._takes_over = vllm_config.kv_transfer_config.is_kv_consumer
         """Whether vLLM keeps a block until every step that may still write to it has ended."""
         zeroes = kv_cache_config.needs_kv_cache_zeroing
@@ -160,9 +122,10 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._events: TierEvents | None = None
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if role is ConnectorRole.SCHEDULER:
             hear_weight_versions(KvstowConnector)
-            step_on_while_loading(KvstowConnector)
+            if self._options.step_while_loading:
+                step_while_loading(KvstowConnector)
             groups = declared_groups(self._declared)
             if self._options.events:
                 check_published(vllm_config.kv_events_config)
@@ -175,11 +138,12 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
                 identity=self._declared.identity,
                 num_ranks=self._declared.tp[1] * self._declared.pp[1],
                 takes_over=self._takes_over,
+                ahead=vllm_config.num_prefill_lookahead_tokens,
                 events=self._events,
             )
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+    def get_required_kvcache_layout(cls, vllm_config: EngineConfig) -> str | None:
         """Rows, where the attention backend reads them; vLLM falls back to its own otherwise."""
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         return wanted_layout(vllm_config, ConnectorOptions.of(given))
@@ -191,7 +155,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_prom_metrics(
         cls,
-        vllm_config: Any,
+        vllm_config: EngineConfig,
         metric_types: Any,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
@@ -200,10 +164,9 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KvstowStats | None:
         """What was counted since the last call."""
-        counts = self._stats if self._scheduler is None else self._scheduler.counts
-        found = dict(counts)
-        counts.clear()
-        return KvstowStats(data=found) if found else None
+        side = self._scheduler or self._worker
+        data = side.counts.take() if side is not None else {}
+        return KvstowStats(data=data) if data else None
 
     # ── in the workers ────────────────────────────────────────────────────────────────────
 
@@ -225,12 +188,28 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
             transport=NixlTransport(listen=self._options.listen),
             name=f"{self._engine}-{rank}",
             after_steps=self._after_steps,
+            by_hand=steps_by_hand(),
         )
 
     def get_handshake_metadata(self) -> KvstowEndpoint:
-        return KvstowEndpoint(self._worker_side.endpoint, self._worker, self._worker_side.kept())
+        return KvstowEndpoint(self._worker_side.endpoint, self._worker_side.kept())
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: TransferConfig) -> bool:
+        """Whether the cache's memory may go away and come back (vLLM 0.33)."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Before vLLM sleeps: nothing of ours touches the cache any more."""
+        if self._worker is not None:
+            self._worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """After it has woken up. It asks for `get_handshake_metadata` once more."""
+        if self._worker is not None:
+            self._worker.wake()
+
+    def bind_connector_metadata(self, connector_metadata: ConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._worker_side.begin(self._step)
 
@@ -251,12 +230,10 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         """Submits stores, and waits for none: their blocks are held."""
         self._worker_side.save()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         results = self._worker_side.results(idle=self._step.idle)
-        for what, count in results.counts.items():
-            self._stats[what] += count
         self._report = results.report
-        return KVConnectorTransferResults(
+        return TransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
             failed_recving=set(results.failed),
@@ -286,75 +263,76 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+        self, metadata: dict[tuple[int, int], HandshakeMetadata]
     ) -> None:
-        known = [metadata[rank] for rank in sorted(metadata)]
-        workers = [each for each in known if isinstance(each, KvstowEndpoint)]
-        endpoints = [each.endpoint for each in workers]
-        local = workers[0].worker if len(workers) == 1 else None
-        tell = local.adopt if local else OfferSender(endpoints).tell
-        self._scheduler_side.meet(endpoints, adopt=tell)
-        kept = {each.endpoint.agent: each.kept for each in workers}
-        self._scheduler_side.apply(RanksReport(kept=kept))
+        each = [metadata[rank] for rank in sorted(metadata)]
+        workers = [worker for worker in each if isinstance(worker, KvstowEndpoint)]
+        endpoints = [worker.endpoint for worker in workers]
+        self._scheduler_side.meet(endpoints, OfferSender(endpoints).tell)
+        for worker in workers:
+            self._scheduler_side.apply(worker.report)
 
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._groups_taken
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        holds = PoolHolds(gpu_block_pool)
-        self._scheduler_side.held.pool = holds
-        if self._scheduler_side.recall is not None:
-            self._scheduler_side.recall.stores.holds = holds
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler_side.bind(PoolHolds(gpu_block_pool))
 
-    def on_new_request(self, request: Any) -> None:
+    def on_new_request(self, request: Request) -> None:
         plain = self._plain(request)  # its tokens are the request's own, and change with them
         if self._forgets and plain.asks_for_tickets:
-            _stop_one_token_short(request)
+            stop_one_token_short(request)
         self._scheduler_side.arrived(plain)
-        if self._scheduler_side.recall is not None:
-            self._requests[request.request_id] = request
+        self._requests[request.request_id] = request
 
-    def _plain(self, request: Any) -> EngineRequest:
+    def _plain(self, request: Request) -> EngineRequest:
         return request_of(request, self._adapters)
 
     def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
+        self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Loads are beside the steps, never before one: an engine that plans ahead cannot undo
         a step that has computed with a load that failed."""
         count = self._scheduler_side.matched(request.request_id, num_computed_tokens)
         return count, bool(count)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: GivenBlocks, num_external_tokens: int
+    ) -> None:
         ids = self._taken(blocks.get_block_ids()) if num_external_tokens else ()
         self._scheduler_side.allocated(request.request_id, ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KvstowStep:
-        if self._scheduler_side.recall is not None:
-            self._store(self._scheduler_side.recall, scheduler_output)
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Where the tokens come from that the request has just been given blocks for."""
+        hits = self._scheduler_side.hits(request.request_id, num_external_tokens)
+        return {CacheHitSource(source): count for source, count in hits.items() if count}
+
+    def build_connector_meta(self, scheduler_output: StepPlan) -> KvstowStep:
+        self._store(scheduler_output)
         computes = scheduler_output.total_num_scheduled_tokens > 0
         return KvstowStep(self._scheduler_side.take_step(computes=computes))
 
-    def _store(self, recall: Recall, scheduler_output: Any) -> None:
+    def _store(self, scheduler_output: StepPlan) -> None:
         """Blocks that the step fills are queued to be stored.
 
         vLLM advances `num_computed_tokens` after this call. What finds no room now is looked at
         again when there is some.
         """
-        if self._options.remote:
-            recall.scheduled(scheduler_output.num_scheduled_tokens)
-        if recall.stores.is_full:
+        side = self._scheduler_side
+        due, requests, tables = side.due, self._requests, scheduler_output.kv_connector_block_state
+        if not due or side.recall is None:
             return
-        tables = scheduler_output.kv_connector_block_state
+        assert tables is not None, "vLLM plans steps with a connector, and tells it no blocks"
         is_known = self._adapters.looked_at_once()
-        due, requests = recall.due, self._requests
         for id, new in scheduler_output.num_scheduled_tokens.items():
             if id not in due or (filled := requests[id].num_computed_tokens + new) < due[id]:
                 continue
             if is_known(requests[id].lora_request):
-                recall.computed(id, filled, self._taken(tables.get_block_ids(id)))
+                side.recall.computed(id, filled, self._taken(tables.get_block_ids(id) or ()))
             else:
-                recall.forget(id)
+                side.recall.forget(id)
 
     @property
     def is_loading(self) -> bool:
@@ -363,8 +341,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether held blocks wait for another step, though no request does."""
-        recall, held = self._scheduler_side.recall, self._scheduler_side.held
-        return len(held) > 0 or (recall is not None and len(recall.stores) > 0)
+        return self._scheduler_side.waits_for_step
 
     def has_pending_block_frees(self) -> bool:
         """Asked when a running request finds no block: True, and it waits a step instead of
@@ -392,7 +369,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
         return self._scheduler_side.finished(
@@ -400,20 +377,21 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def request_finished(
-        self, request: Any, block_ids: list[int]
+        self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: WorkersOutput) -> None:
         if connector_output.invalid_block_ids:  # a connector beside ours has loaded them
             self._scheduler_side.forget_stored()
-        told = connector_output.kv_connector_worker_meta
-        if isinstance(told, KvstowReport):
-            self._scheduler_side.apply(told.report)
-            if self._events is not None:
-                self._events.changed(told.report.changes)
-        for request in connector_output.finished_sending or ():
-            self._scheduler_side.sent(request)
+        worker_meta = connector_output.kv_connector_worker_meta
+        report = worker_meta.report if isinstance(worker_meta, KvstowReport) else RanksReport()
+        self._scheduler_side.apply(report, tuple(connector_output.finished_sending or ()))
+        if self._events is not None:
+            self._events.changed(report.changes)
+        recall = self._scheduler_side.recall
+        if recall is not None and not self._requests and steps_by_hand():
+            recall.give_up()
 
     def take_events(self) -> Sequence[CacheEvent]:
         """Events of the tiers; vLLM publishes them with its own, in the same bytes."""
@@ -423,23 +401,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(tuple(block_ids[group]) for group in self._groups_taken)
 
 
-def _stop_one_token_short(request: Any) -> None:
-    """Leave the prompt's last token to decode, which computes it anyway for what comes after it.
-
-    A state that has seen it cannot see it again, and vLLM lets go of what only it sees of a window
-    or chunk before the blocks are handed over. Its own connectors do so for states.
-    """
-    params, tokens = request.kv_transfer_params, request.prompt_token_ids
-    if tokens is None or len(tokens) < 2 or params.get("kvstow_stops_short"):
-        return  # embeddings; nothing to leave; a request that was preempted and comes again
-    request.prompt_token_ids = tokens[:-1]  # the list may be the caller's
-    del request._all_token_ids[-1:]  # pyright: ignore[reportPrivateUsage]
-    request.num_prompt_tokens -= 1
-    request.max_tokens = 1
-    params["kvstow_stops_short"] = True
-
-
-def _num_filled(request: Any) -> int:
+def _num_filled(request: Request) -> int:
     """Tokens whose cache is certainly in the request's blocks; none if it was aborted.
 
     vLLM counts tokens as computed when it schedules them.

@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
+from kvstow.adapters.vllm.engine import LoraAdapter
 from kvstow.errors import ModelError
 from kvstow.plan.checkpoint import adapter_digest
 
@@ -22,7 +22,7 @@ FolderFacts = tuple[tuple[str, int, int, int, int], ...]
 """Name, inode, size and times of each file."""
 
 
-class KnownAdapters:
+class AdapterNames:
     """Adapters of one engine, as they were when they were first asked for. Where somebody has
     `vouched` for what is not looked at, one whose weights cannot be found is known by its path."""
 
@@ -30,7 +30,7 @@ class KnownAdapters:
         self._vouched = vouched
         self._first: dict[AdapterPlace, str | None] = {}
 
-    def name(self, adapter: Any) -> str | None:
+    def name(self, adapter: LoraAdapter) -> str | None:
         """What an adapter of vLLM's is known by; None where its weights are nowhere to be found, or
         are not those of before."""
         name, path = adapter.lora_name, adapter.lora_path
@@ -40,12 +40,12 @@ class KnownAdapters:
         first = self._first.setdefault(_place(adapter), found)
         return found if found == first else None
 
-    def looked_at_once(self) -> Callable[[Any], bool]:
+    def looked_at_once(self) -> Callable[[LoraAdapter | None], bool]:
         """Whether an adapter, if there is one, is known, for a moment in which none changes: files
         are looked at once, however many requests use it."""
         found: dict[AdapterPlace, bool] = {}
 
-        def is_known(adapter: Any) -> bool:
+        def is_known(adapter: LoraAdapter | None) -> bool:
             if not adapter:
                 return True
             place = _place(adapter)
@@ -56,7 +56,7 @@ class KnownAdapters:
         return is_known
 
 
-def _place(adapter: Any) -> AdapterPlace:
+def _place(adapter: LoraAdapter) -> AdapterPlace:
     return adapter.lora_name, adapter.lora_path, adapter.lora_int_id
 
 

@@ -1,24 +1,36 @@
 """Options of the connector, read from the engine's `kv_connector_extra_config`."""
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvstow.errors import SpecError, TransferError
+from kvstow.errors import PlanError, SpecError, TransferError
 from kvstow.offload.journal import JournalKind
 from kvstow.offload.remote.url import parse
 from kvstow.plan.layout import Layout
-from kvstow.route.ways import Way
+from kvstow.plan.words import parse_size
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.discovery import check_source
-from kvstow.transfer.options import DigestPolicy, Options
+from kvstow.transfer.options import DigestPolicy, Options, Way
 
 FOREIGN = {
     "num_threads": "leave it out: rows are not split over threads",
-    "cpu_bytes_to_use": "use host_bytes",
     "consumer_ranks": "leave it out: decode says how many ranks it has when it connects",
 }
 """Options of vLLM's own connectors and of earlier versions, and what to write instead."""
+
+SIZES = ("host_bytes", "disk_bytes", "store_bytes_per_second")
+"""Options in bytes, which may be written in words: "8GiB"."""
+
+HOST_SIZE = "cpu_bytes_to_use"
+"""What vLLM's offloading connectors call `host_bytes`."""
+
+SIDE_CHANNEL = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+"""Where manifests made for vLLM's connectors say on which address an engine is to be found."""
+
+LISTEN = "tcp://127.0.0.1:*"
 
 QUARANTINE_SECONDS = 10.0
 """Blocks of a request whose prefill instance has died are held so long: then the engine is
@@ -36,33 +48,38 @@ class ConnectorOptions:
     """What an operator may say.
 
     `host_bytes` above zero turns offloading on; the disk tier lies below the host tier. With
-    `host_shared`, a name, the host tier lies in shared memory: it outlives the process, and ranks
-    of the machine that hold the same rows read each other's. `remote` is the URL of a store that
+    `host_shared`, a name, most of it is shared memory: its rows outlive the process, and ranks of
+    the machine that hold the same rows read each other's. `remote` is the URL of a store that
     other machines and layouts read (see `offload.remote.url`). Each rank stores no more than
     `store_bytes_per_second`, where that is above zero. `manifest_file` is where a rank writes its
     layout. `unverified` says why the model's weights need not be looked at; without it, weights
     that cannot be found are refused. With `events`, what the tiers hold is published in vLLM's own
     stream of KV events. `journal` says what is noted of stored prompts for `kvstow why`, in the
     directory `journal_path`, or in `disk_path` where that is empty. `direction` forces one of the
-    ways in which rows are pulled; empty leaves it to the agent. Where `listen` or `lend` name a
-    port, it is the first rank's, and those of the others count up from it.
+    ways in which rows are pulled; empty leaves it to the agent. With `mapped`, engines of one node
+    and user map each other's cache. Where `listen` or `lend` name a port, it is the first rank's,
+    and those of the others count up from it.
 
     `lend` is an address at which other engines may ask for rows in host memory. `peers` are those
     that this one asks, as `transfer.discovery` spells them, where at least `peers_tokens` tokens
     would have to be computed. They have `peers_seconds` to answer, and `peers_pull_seconds` to
     deliver.
+
+    With `step_while_loading` vLLM's step loop is changed: it takes the next step at once while
+    something is loaded, instead of pausing for a millisecond.
     """
 
     model: str = ""
     unverified: str = ""
     layout: str = "BLHNC"
-    listen: str = "tcp://127.0.0.1:*"
+    listen: str = LISTEN
     keys_file: str = ""
     lease_seconds: float = 60.0
     transfer_seconds: float = 60.0
     contact_seconds: float = 5.0
     digest: DigestPolicy = "sample"
     direction: Way | Literal[""] = ""
+    mapped: bool = True
     host_bytes: int = 0
     host_shared: str = ""
     disk_path: str = ""
@@ -78,14 +95,22 @@ class ConnectorOptions:
     peers_tokens: int = 256
     peers_seconds: float = 0.25
     peers_pull_seconds: float = 5.0
+    step_while_loading: bool = False
 
     @staticmethod
-    def of(options: dict[str, Any]) -> "ConnectorOptions":
+    def of(
+        options: dict[str, Any],
+        *,
+        environ: Mapping[str, str] = os.environ,
+        num_engines: int = 1,
+    ) -> "ConnectorOptions":
         """The settings; SpecError for an option that is not known or of another type.
 
-        Options of vLLM's own connectors that mean something here are taken in our words.
+        Options of vLLM's own connectors that mean something here are taken in our words. Of
+        several engines with the same settings (data parallelism) each finds a port of its own.
         """
         options = _in_our_words(options)
+        options.setdefault("listen", _side_channel(environ, num_engines))
         known: dict[str, object] = {field.name: field.default for field in fields(ConnectorOptions)}
         for name, value in options.items():
             if name not in known:
@@ -168,6 +193,7 @@ class ConnectorOptions:
             contact_seconds=self.contact_seconds,
             digest=self.digest,
             direction=self.direction or None,
+            mapped=self.mapped,
             quarantine_seconds=QUARANTINE_SECONDS,
         )
 
@@ -184,9 +210,31 @@ def rank_address(address: str, layout: Layout) -> str:
     return f"{head}:{int(port) + layout.pp[0] * layout.tp[1] + layout.tp[0]}"
 
 
+def _side_channel(environ: Mapping[str, str], num_engines: int) -> str:
+    """The address that vLLM's connectors would listen on, where somebody has set it."""
+    host, port = (environ.get(name, "") for name in SIDE_CHANNEL)
+    if not host and not port:
+        return LISTEN
+    host = f"[{host}]" if ":" in host else host or "127.0.0.1"
+    return f"tcp://{host}:{port if port and num_engines == 1 else '*'}"
+
+
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
     """The options without those of vLLM's connectors; SpecError for one that cannot be obeyed."""
     ours = dict(options)
+    if HOST_SIZE in ours:
+        size = ours.pop(HOST_SIZE)
+        if ours.setdefault("host_bytes", size) != size:
+            raise SpecError(
+                f"option {HOST_SIZE!r} is {size!r} and host_bytes is {ours['host_bytes']!r}\n\n"
+                "hint: leave the first one out; both say the same"
+            )
+    for name in SIZES:
+        if isinstance(ours.get(name), str):
+            try:
+                ours[name] = parse_size(ours[name])
+            except PlanError as error:
+                raise SpecError(f"option {name!r}: {error}") from None
     if isinstance(ours.get("peers"), str):
         ours["peers"] = [part.strip() for part in ours["peers"].split(",") if part.strip()]
     if isinstance(ours.get("peers"), list):

@@ -11,22 +11,25 @@ tokens: the consumer takes the blocks only for the very same prompt. Whoever may
 write these parameters, so they are bounded by the prompt before anything is unpacked.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from secrets import randbits
 from struct import pack
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
-from kvstow.adapters.vllm.loras import KnownAdapters
+from kvstow.adapters.vllm.engine import Request
+from kvstow.adapters.vllm.loras import AdapterNames
 from kvstow.errors import TransferError
 from kvstow.offload.watch import TierChange
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.tickets.ticket import MAX_BODY_BYTES, Ticket
+
+log = logging.getLogger(__name__)
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Per group, the ids of a request's blocks by position; 0 where there is none."""
@@ -57,8 +60,8 @@ def blocks_with_tokens(
 class WorkerEndpoint:
     """One worker's agent, for the tickets that the scheduler's side writes in its name.
 
-    `secret` is between the two: leases numbered with it are theirs (`LeaseNumbers`), and `inbox` is
-    where the worker is told of offers between steps (`worker.offers`).
+    `secret` is between the two: it marks what is sent to `inbox`, where the worker is told of
+    offers between steps (`worker.offers`). `ticket_key` signs what is written in the agent's name.
     """
 
     agent: str
@@ -67,37 +70,8 @@ class WorkerEndpoint:
     key: str
     fingerprint: str
     secret: bytes = field(default=b"", repr=False)
+    ticket_key: bytes = field(default=b"", repr=False)
     inbox: str = ""
-
-
-class LeaseNumbers:
-    """Numbers of leases that carry a mark of whoever knows a worker's secret.
-
-    A worker hears of a lease later than its ticket may be shown. The mark tells it at once which
-    of the leases that it does not know may still come, and which are made up.
-    """
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._count = randbits(_COUNT_BITS)
-
-    def take(self) -> int:
-        """The next number, below 2 ** 62."""
-        self._count = (self._count + 1) % (1 << _COUNT_BITS)
-        return self._count << _MARK_BITS | self._mark(self._count)
-
-    def is_ours(self, lease: int) -> bool:
-        """Whether somebody who knows the secret has taken this number."""
-        count, mark = lease >> _MARK_BITS, lease % (1 << _MARK_BITS)
-        return 0 <= count < 1 << _COUNT_BITS and mark == self._mark(count)
-
-    def _mark(self, count: int) -> int:
-        hashed = blake2b(count.to_bytes(4), digest_size=8, key=self._secret, person=b"kvstow lease")
-        return int.from_bytes(hashed.digest()) >> 64 - _MARK_BITS
-
-
-_COUNT_BITS = 24
-_MARK_BITS = 38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +99,13 @@ class PullBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskPeers:
-    """Does some peer hold this beginning of a prompt? Its keys, one after every `step` tokens."""
+    """Does some peer hold this beginning of a prompt? Its keys, one after every `step` tokens.
+    `first` is the address of one that the request names."""
 
     request: str
     keys: tuple[bytes, ...]
     step: int
+    first: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -189,7 +165,6 @@ class StepOrders:
     """What the workers are to do in one step; collected until the engine takes the step.
 
     `idle`: the engine computes nothing in it, nor in the one before, which may still run.
-    `prompt_tokens`: tokens of prompts that it computes.
     """
 
     offers: list[OfferBlocks] = field(default_factory=list[OfferBlocks])
@@ -199,9 +174,8 @@ class StepOrders:
     store: StoreBlocks | None = None
     loads: list[LoadBlocks] = field(default_factory=list[LoadBlocks])
     lookups: list[LookUpKeys] = field(default_factory=list[LookUpKeys])
-    asks: tuple[AskPeers, ...] = ()
+    asks: list[AskPeers] = field(default_factory=list[AskPeers])
     idle: bool = False
-    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +183,8 @@ class RanksReport:
     """What some ranks tell besides requests that are over: tiers, peers, blocks that are held.
 
     By request `present`: what look-ups have found. By rank `kept`: where rows are kept now, as far
-    as that has changed. `stored` counts the ranks that have ended a job of stores. `found` is what
-    peers have said. `held` are the blocks of failed pulls that somebody may still write to;
+    as that has changed. `stored` counts the ranks that have ended a job of stores. `peers` is what
+    they have said. `held` are the blocks of failed pulls that somebody may still write to;
     `released` are pulls of which that is over.
     """
 
@@ -218,7 +192,7 @@ class RanksReport:
     kept: Mapping[str, KeyLevels] = field(default_factory=dict[str, KeyLevels])
     stored: Mapping[int, int] = field(default_factory=dict[int, int])
     changes: tuple[TierChange, ...] = ()
-    found: tuple[PeersAnswer, ...] = ()
+    peers: tuple[PeersAnswer, ...] = ()
     held: Mapping[Hold, tuple[int, ...]] = field(default_factory=dict[Hold, tuple[int, ...]])
     released: tuple[Hold, ...] = ()
 
@@ -226,7 +200,7 @@ class RanksReport:
         return self != _NOTHING_TOLD
 
     def joined(self, other: "RanksReport") -> "RanksReport":
-        """The report of both: what all ranks have."""
+        """The report of both; of look-ups, what both have."""
         alike = {
             name: here.both(other.present[name]) if name in other.present else here
             for name, here in self.present.items()
@@ -236,7 +210,7 @@ class RanksReport:
             kept={**self.kept, **other.kept},
             stored=Counter(self.stored) + Counter(other.stored),
             changes=self.changes + other.changes,
-            found=self.found + other.found,
+            peers=self.peers + other.peers,
             held={**self.held, **other.held},
             released=self.released + other.released,
         )
@@ -248,13 +222,24 @@ _NOTHING_TOLD = RanksReport()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResults:
     """What came of a step in one rank, by request: blocks no longer needed here, loads over, loads
-    failed. Counts by name; `report` is for the scheduler's side."""
+    failed. `report` is for the scheduler's side."""
 
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
-    counts: Mapping[str, float] = field(default_factory=dict[str, float])
     report: RanksReport = field(default_factory=RanksReport)
+
+    def joined(self, other: "StepResults") -> "StepResults":
+        """What has come of both parts of a rank."""
+        return StepResults(
+            sent=self.sent | other.sent,
+            received=self.received | other.received,
+            failed=self.failed | other.failed,
+            report=self.report.joined(other.report),
+        )
+
+
+NOTHING = StepResults()
 
 
 # ── requests ──────────────────────────────────────────────────────────────────────────
@@ -292,11 +277,69 @@ class EngineRequest:
     def asks_for_tickets(self) -> bool:
         return bool(self.params and self.params.get(ASKS_FOR_TICKETS))
 
+    @property
+    def load_limits(self) -> "LoadLimits":
+        """What of it may be loaded; no limits where they are not written as vLLM writes them."""
+        try:
+            return msgspec.convert(dict(self.params or {}), LoadLimits)
+        except msgspec.ValidationError as error:
+            log.warning("request %s: its limits of loads are ignored: %s", self.id, error)
+            return LoadLimits()
 
-def request_of(request: Any, adapters: KnownAdapters | None = None) -> EngineRequest:
+
+Medium = Literal["cpu", "storage"]
+Locality = Literal["local", "remote"]
+
+
+class TierName(msgspec.Struct, frozen=True):
+    """Tiers as requests name them; one that is left out stands for both."""
+
+    medium: Medium | None = None
+    locality: Locality | None = None
+
+
+class PeerName(msgspec.Struct, frozen=True):
+    """A peer as vLLM's routers name one."""
+
+    remote_host: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,253}$")]
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class LoadLimits(msgspec.Struct, frozen=True):
+    """Parameters of vLLM's own offloading that a request may carry: at most so many tokens are
+    loaded, from these tiers, and a peer is asked."""
+
+    max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    kv_load_tiers: tuple[TierName, ...] | None = None
+    remote_kv_source: PeerName | None = None
+
+    def allows(self, medium: Medium, locality: Locality) -> bool:
+        """Whether rows may come from such a tier."""
+        return self.kv_load_tiers is None or any(
+            tier.medium in (None, medium) and tier.locality in (None, locality)
+            for tier in self.kv_load_tiers
+        )
+
+    def up_to(self, num_tokens: int, num_computed: int) -> int:
+        """At most so many of the first tokens, with those that are computed."""
+        if self.max_load_tokens is None:
+            return num_tokens
+        return min(num_tokens, num_computed + self.max_load_tokens)
+
+    @property
+    def peer(self) -> str:
+        """The address of the peer to ask, if one is named."""
+        named = self.remote_kv_source
+        if named is None:
+            return ""
+        host = f"[{named.remote_host}]" if ":" in named.remote_host else named.remote_host
+        return f"tcp://{host}:{named.remote_port}"
+
+
+def request_of(request: Request, adapters: AdapterNames | None = None) -> EngineRequest:
     """A request of vLLM's, as a plain value. `adapters` are those that its engine has used."""
     adapter = request.lora_request
-    known = (adapters or KnownAdapters()).name(adapter) if adapter else ""
+    known = (adapters or AdapterNames()).name(adapter) if adapter else ""
     return EngineRequest(
         id=request.request_id,
         tokens=request.all_token_ids,
@@ -345,13 +388,18 @@ class _Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Handover:
-    """Tickets for the first `num_tokens` tokens of a prompt, and the digest of those. `asked`: a
-    peer has given them for our keys."""
+    """Tickets for the first `num_tokens` tokens of a prompt, and the digest of those. `from_peer`:
+    a peer has given them for our keys."""
 
     tickets: tuple[Ticket, ...]
     num_tokens: int
     prompt: str
-    asked: bool = False
+    from_peer: bool = False
+
+    @property
+    def leases(self) -> frozenset[tuple[str, int]]:
+        """What the tickets stand for: requests that carry the same ones share it."""
+        return frozenset((ticket.agent, ticket.lease) for ticket in self.tickets)
 
     def params(self) -> dict[str, Any]:
         """For the consumer's request."""
@@ -361,6 +409,11 @@ class Handover:
             "prompt": self.prompt,
         }
         return {CARRIES_TICKETS: True, OURS: carried}
+
+
+class OtherPrompt(TransferError):
+    """Tickets of another prompt. A call with a list of prompts becomes one request per prompt, and
+    all of them carry the tickets of one: whose they are may still come."""
 
 
 def handover_in(request: EngineRequest) -> Handover | None:
@@ -404,9 +457,10 @@ def _check_prompt(request: EngineRequest, carried: _Carried) -> None:
             f"tickets cover {carried.num_tokens} tokens, the request has {len(request.tokens)}"
         )
     if prompt_digest(request, carried.num_tokens) != carried.prompt:
-        raise _refused(
+        raise OtherPrompt(
             f"the request's first {carried.num_tokens} tokens are not those of the tickets\n\n"
-            "hint: send decode the same prompt, under the same adapter and cache salt"
+            "hint: send decode the same prompt, under the same adapter and cache salt",
+            kind="ticket",
         )
 
 

@@ -18,7 +18,7 @@ CHUNK_BYTES = 256 << 10
 """What a program reads at most before it multiplies by keys and adds up."""
 
 
-VARYING = ("num_states", "low", "high", "low2", "high2", "num_blocks", "chunk", "num_cells")
+VARYING = ("num_states", "low", "high", "num_blocks", "chunk", "num_cells")
 LISTS = ("index", "seeds", "keys", "state_keys", "ids", "offsets", "sums", "cells")
 """Triton compiles another kernel where one of its numbers is 1 or a multiple of 16, and where a
 pointer is a multiple of 16: these change from transfer to transfer, and each would wait for it."""
@@ -35,13 +35,13 @@ def _compiled_once(function: Callable[..., None]) -> Any:
 
 
 @_compiled_once
-def _state_keys(index, seeds, keys, num_states, states, low, high, low2, high2, SIZE: tl.constexpr):
+def _state_keys(index, seeds, keys, num_states, states, low, high, SIZE: tl.constexpr):
     """T of every state of every listed block, 0 where it does not count."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     layer = tl.program_id(1)
     there = at < num_states
     state = tl.load(index + at // states, mask=there, other=0) * states + at % states
-    counted = ((state >= low) & (state < high)) | ((state >= low2) & (state < high2))
+    counted = (state >= low) & (state < high)
     x = tl.load(seeds + layer).to(tl.uint64) + (state + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -90,7 +90,7 @@ def cell_sums(
     layers: tuple[torch.Tensor, torch.Tensor],
     strides: tuple[int, int, int],
     states: int,
-    counted: tuple[int, int, int, int],
+    counted: tuple[int, int],
     *,
     aligned: bool,
 ) -> Callable[[], torch.Tensor]:
@@ -98,7 +98,7 @@ def cell_sums(
 
     What it returns launches the sum; the states' keys are found now. `memory` is the arena in
     words; `blocks` are ids and logical indices, `layers` offsets and seeds, `strides` those of
-    block, head and token; all in words. `counted` are two half-open intervals of states.
+    block, head and token; all in words. `counted` is a half-open interval of states.
     `aligned`: every cell starts at a multiple of four words of 4 bytes.
     """
     ids, index = blocks

@@ -1,16 +1,15 @@
-"""Rows in data files with an index, shared by processes, safe against crashes.
+"""Rows in a directory: files named by what they hold, and no index.
 
-tier        DiskTier: store, load, evict
-writing     rows onto disk: leased, written, made durable, entered
-opening     the directory: lock, layout, index and data files, found or made
-recovery    what is put right when a store is opened
-attachment  a store in use, and an index that breaks meanwhile
-index       SQLite: which row is where
-segments    data files, read and written by several threads
-format      the bytes of headers and records
-files       the file layer, where faults can be injected
-allocator   where new rows go, and which rows go first
-owners      which processes have the store open
-inspect     look at a store, verify every row
-convert     rewrite a store for another layout
+tier     DiskTier: store, load, evict; which rows are whole
+tree     names of row files, what they take, which go first, what killed writers left
+format   the bytes of a row file
+files    the file layer, where faults can be injected
+opening  layout and capacity of a directory, found or made
+listing  what has come and gone since somebody looked
+inspect  look at a store, verify every row
+convert  rewrite a store for another layout
+
+A torn write is met in two places. A writer that is killed leaves a file that has no name in the
+tree yet, and `tree.Writers.sweep` removes it. Whatever else was torn, cut short, flipped, renamed
+or put there by others is found by `DiskTier.load`: header and checksum must match, or it is a miss.
 """

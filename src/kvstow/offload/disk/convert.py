@@ -17,12 +17,13 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.rows import stacked
-from kvstow.offload.staging import STAGE_BYTES, views
+from kvstow.offload.rows import stacked, views
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks
 from kvstow.route.sources import SourceRoute, sources
+
+STAGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +91,13 @@ class _Stage:
         keys = [key for run in runs for key in run.keys]
         whole = np.ones(len(runs), bool)
         for index, stage in self._stages.items():
-            rows = views(stage, 0, np.arange(1, len(keys) + 1))
+            rows = views(stage.bytes.numpy(), stage.layout, 0, np.arange(1, len(keys) + 1))
             found = self._old[index].load(self._theirs, keys, rows)
             whole &= found.reshape(len(runs), self._parts).all(axis=1)
         good = np.flatnonzero(whole)
         for source in self._sources:
             self._route(source, good)
-        rows = views(self._target, 0, good + 1)
+        rows = views(self._target.bytes.numpy(), self._target.layout, 0, good + 1)
         chosen = [runs[i] for i in good.tolist()]
         links = [run.link for run in chosen]
         return int(new.store(self._group, [run.key for run in chosen], rows, links).sum())
@@ -132,8 +133,7 @@ def _ratio(old: Layout, theirs: int, new: Layout, group: int) -> int:
             f"group {new.groups[group].group.name!r}: blocks of {before} tokens do not make blocks "
             f"of {after}: a key names all tokens up to the end of its block, some of these blocks "
             "end where none did, and a store keeps keys, not the tokens to make new ones from\n\n"
-            f"hint: choose a multiple of {before} tokens per block, or load whole requests "
-            "(load_request), which needs no new keys"
+            f"hint: choose a multiple of {before} tokens per block"
         )
     return after // before
 
@@ -141,11 +141,11 @@ def _ratio(old: Layout, theirs: int, new: Layout, group: int) -> int:
 def _runs(tier: DiskTier, group: int, ratio: int) -> tuple[list[NewRow], int]:
     """The rows of the new store, oldest first: every chain of `ratio` rows that ends a block. And
     how many old rows are in none of them."""
-    rows = tier.index.ask("SELECT key, block, parent FROM rows WHERE grp = ? ORDER BY seq", group)
+    files = [file for file in tier.row_files() if file.group == group]
+    known = {key: (link.block, link.parent) for file in files for key, link in tier.links(file)}
     recurrent = isinstance(tier.layout.groups[group].group.retention, State)
-    known = {key: (block, parent) for key, block, parent in rows}
     runs: list[NewRow] = []
-    for key, block, _ in rows:
+    for key, (block, _) in known.items():
         if (block + 1) % ratio and ratio > 1:
             continue
         chain = [key]

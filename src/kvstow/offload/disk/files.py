@@ -1,9 +1,8 @@
-"""The file layer: whole operations on plain files, direct where the file system allows it.
+"""The file layer: whole operations on plain files.
 
-Everything that a disk tier does to data files goes through one `Files`, so that faults can be
-injected underneath (`kvstow.testing.faulty`). Files of a store are this user's, closed to others
-(0600, in a directory of 0700), and have one name; anything else is refused, links are not
-followed.
+Everything that a disk tier does to row files goes through one `Files`, so that faults can be
+injected underneath (`kvstow.testing.faulty`). Files of a store are this user's and closed to
+others (0600, in a directory of 0700); anything else is refused, links are not followed.
 """
 
 import ctypes
@@ -12,7 +11,7 @@ import mmap
 import os
 import stat
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ BLOCK = 4096
 
 Bytes = npt.NDArray[np.uint8]
 
-_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
+_libc = ctypes.CDLL(None, use_errno=True)
 
 LOST = frozenset(
     {
@@ -95,13 +94,13 @@ def make_directory(path: Path) -> None:
             ) from None
 
 
-def open_own(path: Path, flags: int, *, create: bool = False) -> int:
-    """A descriptor of an ordinary file that is ours alone; made with mode 0600 where asked for.
+def open_own(path: str | Path, flags: int) -> int:
+    """A descriptor of an ordinary file that is ours alone; one that is made has mode 0600.
 
-    PermissionError, with the reason, for links, other users' files, files that others may open
-    or that have a second name. Never waits, whatever lies there.
+    PermissionError, with the reason, for links, other users' files, and files that others may
+    open. Never waits, whatever lies there.
     """
-    more = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    more = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | more, 0o600)
     except OSError as error:
@@ -116,21 +115,7 @@ def open_own(path: Path, flags: int, *, create: bool = False) -> int:
     return fd
 
 
-def check_own(path: Path, *, create: bool = False) -> None:
-    """PermissionError, as `open_own` raises it, unless a file is ours alone.
-
-    It is not opened, not even to make it: whoever closes a file gives up all locks that the process
-    has on it, those of SQLite included, and others then take the index for abandoned.
-    """
-    if create:
-        with suppress(FileExistsError):
-            os.mknod(path, stat.S_IFREG | 0o600)
-    _check_file(os.lstat(path), path)
-
-
-def _check_file(facts: os.stat_result, path: Path) -> None:
-    if stat.S_ISLNK(facts.st_mode):
-        raise PermissionError(errno.EPERM, "it is a link", str(path))
+def _check_file(facts: os.stat_result, path: str | Path) -> None:
     if not stat.S_ISREG(facts.st_mode):
         raise PermissionError(errno.EPERM, "it is no ordinary file", str(path))
     _check_owner(facts, path)
@@ -139,11 +124,9 @@ def _check_file(facts: os.stat_result, path: Path) -> None:
         raise PermissionError(
             errno.EPERM, f"others may open it (mode {mode:#o}); hint: chmod 600", str(path)
         )
-    if facts.st_nlink > 1:
-        raise PermissionError(errno.EPERM, f"it has {facts.st_nlink} names", str(path))
 
 
-def _check_owner(facts: os.stat_result, path: Path) -> None:
+def _check_owner(facts: os.stat_result, path: str | Path) -> None:
     if facts.st_uid != os.geteuid():
         raise PermissionError(
             errno.EPERM, f"it belongs to user {facts.st_uid}, not {os.geteuid()}", str(path)
@@ -151,37 +134,15 @@ def _check_owner(facts: os.stat_result, path: Path) -> None:
 
 
 class Files:
-    """Data files of a store. Methods raise OSError."""
+    """Row files of a store. Methods raise OSError."""
 
-    def open(self, path: Path, *, create: bool = False) -> int:
-        """A descriptor for reading and writing, past the page cache where that works."""
-        flags = os.O_RDWR | (os.O_EXCL if create else 0)
-        try:
-            return open_own(path, flags | os.O_DIRECT, create=create)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        # A file system without direct I/O refuses only after it has created the file.
-        return open_own(path, flags & ~os.O_EXCL, create=create)
+    def open(self, path: str, *, direct: bool) -> int:
+        """A descriptor for reading, past the page cache where `direct` and that works."""
+        return _opened(path, os.O_RDONLY, direct=direct)
 
-    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Set disk space aside for these bytes; the file reaches their end at least.
-
-        Raises `OSError` (ENOSPC) where there is not enough.
-        """
-        os.posix_fallocate(fd, offset, nbytes)
-
-    def deallocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Give the disk space of these bytes back; they read as zeros. The length stays."""
-        mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.fallocate64(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-
-    def truncate(self, fd: int, nbytes: int) -> None:
-        """The file ends after so many bytes."""
-        os.ftruncate(fd, nbytes)
+    def create(self, path: str, *, direct: bool) -> int:
+        """A descriptor for writing a file that was not there."""
+        return _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct=direct)
 
     def read(self, fd: int, parts: Sequence[Bytes], offset: int) -> int:
         """Fill the parts, one after the other; how many bytes there were before the end."""
@@ -194,53 +155,58 @@ class Files:
             done += count
         return done
 
-    def write(self, fd: int, parts: Sequence[Bytes], offset: int) -> None:
-        """Write the parts, one after the other, all of them."""
+    def write(self, fd: int, parts: Sequence[Bytes]) -> None:
+        """Write the parts from the file's start on, one after the other, all of them."""
         total = sum(len(part) for part in parts)
         done = 0
         while done < total:
-            done += os.pwritev(fd, [part.data for part in behind(parts, done)], offset + done)
+            done += os.pwritev(fd, [part.data for part in behind(parts, done)], done)
 
-    def sync(self, fd: int) -> None:
-        """What was written is on the medium when this returns."""
-        os.fdatasync(fd)
+    def touch(self, fd: int, nanoseconds: int) -> None:
+        """The file was used at that time."""
+        os.utime(fd, ns=(nanoseconds, nanoseconds))
 
-    def sync_directory(self, path: Path) -> None:
-        """Names in the directory are on the medium when this returns."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def sync(self, paths: Sequence[str]) -> None:
+        """What was written to these files, all of one file system, is on the medium when this
+        returns. Several are synced as one: a file system commits once, not once per file."""
+        fd = open_own(paths[0], os.O_RDONLY)
         try:
-            os.fsync(fd)
+            if len(paths) == 1:
+                os.fdatasync(fd)
+            elif _libc.syncfs(fd):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
         finally:
             os.close(fd)
 
-    def free(self, path: Path) -> int:
-        """Bytes that the file system of a directory has left for us."""
-        left = os.statvfs(path)
-        return left.f_bavail * left.f_frsize
+    def link(self, source: str, target: str) -> None:
+        """One more name for a file."""
+        os.link(source, target)
 
-    def total(self, path: Path) -> int:
-        """Bytes of the whole file system of a directory."""
-        facts = os.statvfs(path)
-        return facts.f_blocks * facts.f_frsize
+    def rename(self, source: str, target: str) -> None:
+        """Another name for a file; what had it loses it, all in one step."""
+        os.rename(source, target)
 
-    def size(self, path: Path) -> int | None:
-        """Bytes of the file; None where there is no such file."""
-        try:
-            return path.lstat().st_size
-        except FileNotFoundError:
-            return None
-
-    def used(self, path: Path) -> int:
-        """Disk space of the file's bytes; none where there is no such file."""
-        try:
-            facts = path.lstat()
-        except FileNotFoundError:
-            return 0
-        return min(facts.st_size, facts.st_blocks * 512)
-
-    def remove(self, path: Path) -> None:
-        """The file is gone, whether it was there or not."""
-        path.unlink(missing_ok=True)
+    def remove(self, path: str) -> None:
+        """Take a name away. FileNotFoundError where it is not there."""
+        os.unlink(path)
 
     def close(self, fd: int) -> None:
         os.close(fd)
+
+
+class MemoryFiles(Files):
+    """Row files in memory, which no power cut outlives: nothing is to be synced."""
+
+    def sync(self, paths: Sequence[str]) -> None:
+        """Nothing to wait for."""
+
+
+def _opened(path: str, flags: int, *, direct: bool) -> int:
+    try:
+        return open_own(path, flags | (os.O_DIRECT if direct else 0))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # A file system without direct I/O refuses only after it has created the file.
+    return open_own(path, flags & ~os.O_EXCL)

@@ -1,56 +1,49 @@
-"""Bytes of a data file: a header, then slots of one size, each of which ends with a record.
+"""Bytes of a row file: one page that says what it holds, then rows of one group, end to end.
 
-    segment-000003.kv
-    ┌────────┬────────┬────────┬────────┬─      slot       slot_bytes, a multiple of 4096
-    │ header │ slot 0 │ slot 1 │ slot 2 │ …     ┌──────────────┬─────────┬──────────┐
-    └────────┴────────┴────────┴────────┴─      │ row          │ padding │ record   │
-     4096     slot_bytes each                   └──────────────┴─────────┴──────────┘
-                                                 row_bytes                160 bytes
-    header, little endian, zeros after it
-      0  magic          8   "kvstowS1"
-      8  segment_bytes  8
-     16  slot_bytes     8
-     24  group          4
-     28  slots          4
-     32  fingerprint   32   of the store's layout
-     64  own            8   XXH3-64 of bytes [0, 64)
+    rows-3fa9c1…/0/ab/ab12…ef
+    ┌────────┬───────┬───────┬─   ─┬───────┐
+    │ header │ row 0 │ row 1 │  …  │ zeros │      row k begins at 4096 + k · row_bytes
+    └────────┴───────┴───────┴─   ─┴───────┘
+     4096                           to a multiple of 4096
 
-    record, little endian
-      0  magic          8   "kvstowR1"
-      8  generation     8   unique to this write of this slot, over the life of the store
-     16  row_bytes      8
-     24  checksum       8   XXH3-64 of the row's bytes
-     32  group          4
-     36  block          4   logical number of the block in its sequence
-     40  key_bytes      2
-     42  parent_bytes   2
-     44  zeros          4
-     48  key           32   zeros after key_bytes
-     80  parent        32   the key of the block before, zeros for the first
-    112  zeros         40
-    152  own            8   XXH3-64 of bytes [0, 152) of the record
+    header, little endian
+      0  magic          8   "kvstowF1"
+      8  row_bytes      8
+     16  group          4
+     20  rows           4   1 to 50
+     24  fingerprint   32   of the store's layout
+     56  zeros          8
+     64  entries       80   each, one per row, in order
+              0  checksum       8   XXH3-64 of the row's bytes
+              8  block          4   logical number of the block in its sequence
+             12  key_bytes      2
+             14  parent_bytes   2
+             16  key           32   zeros after key_bytes
+             48  parent        32   the key of the block before, zeros for the first
+   4064  zeros         24
+   4088  own            8   XXH3-64 of bytes [0, 4088)
 
-All files of a store are equally long, so one can pass from a group to another. A torn write, or a
-slot that was written again, is detected: the record's generation or the row's checksum is not the
-one that the index (or the record itself) states.
+A file with several rows has one name per row, all of them hard links: the key of a row is always
+the name of the file that holds it.
 """
 
-import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
 from kvstow.offload.disk.files import BLOCK, Bytes
 from kvstow.plan.view import align_up
 
-RECORD_MAGIC = b"kvstowR1"
-RECORD_BYTES = 160
-_RECORD_FIELDS = struct.Struct("<8sQQqIIHH4x32s32s40x")
-_RECORD_HEAD = struct.Struct("<8sQQqI")
-_RECORD_OWN = struct.Struct("<q")
+MAGIC = b"kvstowF1"
+MAX_ROWS = 50
+"""Rows that one header has room for."""
+
+_HEAD = struct.Struct("<8sQII32s8x")
+_ENTRY = struct.Struct("<qIHH32s32s")
+_OWN = struct.Struct("<q")
+_OWN_AT = BLOCK - _OWN.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,127 +54,75 @@ class ChainLink:
     parent: bytes = b""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotRecord:
-    """What a slot says of itself."""
+@dataclass(frozen=True, slots=True)
+class RowEntry:
+    """What a header says of one row."""
 
-    generation: int
-    group: int
     key: bytes
-    row_bytes: int
     checksum: int
     link: ChainLink
 
-    def names(self, data: bytes) -> bool:
-        """Whether a slot's record is of the same write of the same row, wherever that stands
-        in its sequence. Cheaper than to decode it."""
-        head = (RECORD_MAGIC, self.generation, self.row_bytes, self.checksum, self.group)
-        return (
-            _RECORD_HEAD.unpack_from(data) == head
-            and data[40:42] == len(self.key).to_bytes(2, "little")
-            and data[48:80] == self.key.ljust(32, b"\0")
-            and data[_RECORD_FIELDS.size :]
-            == _RECORD_OWN.pack(checksum(data[: _RECORD_FIELDS.size]))
-        )
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a row file says of itself."""
+
+    fingerprint: bytes
+    group: int
+    row_bytes: int
+    entries: tuple[RowEntry, ...]
 
     def encode(self) -> bytes:
-        """The record's bytes."""
-        body = _RECORD_FIELDS.pack(
-            RECORD_MAGIC,
-            self.generation,
-            self.row_bytes,
-            self.checksum,
-            self.group,
-            self.link.block,
-            len(self.key),
-            len(self.link.parent),
-            self.key,
-            self.link.parent,
-        )
-        return body + _RECORD_OWN.pack(checksum(body))
+        """The file's first page."""
+        page = bytearray(BLOCK)
+        head = (MAGIC, self.row_bytes, self.group, len(self.entries), self.fingerprint)
+        _HEAD.pack_into(page, 0, *head)
+        for k, entry in enumerate(self.entries):
+            link = entry.link
+            lengths = len(entry.key), len(link.parent)
+            fields = (entry.checksum, link.block, *lengths, entry.key, link.parent)
+            _ENTRY.pack_into(page, _HEAD.size + k * _ENTRY.size, *fields)
+        _OWN.pack_into(page, _OWN_AT, checksum(bytes(page[:_OWN_AT])))
+        return bytes(page)
+
+    def offset(self, row: int) -> int:
+        """Where a row begins in the file."""
+        return BLOCK + row * self.row_bytes
 
 
-def decode_record(data: bytes) -> SlotRecord | None:
-    """The record, or None where the bytes are not one: never written, or torn."""
-    body = data[: _RECORD_FIELDS.size]
-    if (
-        len(data) != RECORD_BYTES
-        or checksum(body) != _RECORD_OWN.unpack(data[_RECORD_FIELDS.size :])[0]
-    ):
+def decode_header(page: bytes) -> Header | None:
+    """The header, or None where the bytes are not one: never written, torn, or damaged."""
+    if len(page) != BLOCK or _OWN.unpack_from(page, _OWN_AT)[0] != checksum(page[:_OWN_AT]):
         return None
-    magic, generation, row_bytes, row_sum, group, block, key_bytes, parent_bytes, key, parent = (
-        _RECORD_FIELDS.unpack(body)
-    )
-    if magic != RECORD_MAGIC:
+    magic, row_bytes, group, rows, fingerprint = _HEAD.unpack_from(page)
+    if magic != MAGIC or not 1 <= rows <= MAX_ROWS:
         return None
-    return SlotRecord(
-        generation=generation,
-        group=group,
-        key=key[:key_bytes],
-        row_bytes=row_bytes,
-        checksum=row_sum,
-        link=ChainLink(block, parent[:parent_bytes]),
-    )
+    entries: list[RowEntry] = []
+    for k in range(rows):
+        fields = _ENTRY.unpack_from(page, _HEAD.size + k * _ENTRY.size)
+        row_sum, block, key_bytes, parent_bytes, key, parent = fields
+        link = ChainLink(block, parent[:parent_bytes])
+        entries.append(RowEntry(key[:key_bytes], row_sum, link))
+    return Header(fingerprint, group, row_bytes, tuple(entries))
 
 
-def slot_bytes(row_bytes: int) -> int:
-    """Bytes of the slot for a row: row, padding, record."""
-    return align_up(row_bytes + RECORD_BYTES, BLOCK)
+def file_bytes(row_bytes: int, rows: int) -> int:
+    """Bytes of a file that holds so many rows."""
+    return BLOCK + align_up(rows * row_bytes, BLOCK)
 
 
 def checksum(data: Bytes | bytes) -> int:
-    """XXH3-64 of the bytes, seed 0, as a signed number (SQLite has no other)."""
+    """XXH3-64 of the bytes, seed 0, as a signed number, as arrays of the mover keep them."""
     digest = xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)
     return digest - (digest >> 63 << 64)
 
 
-HEADER_MAGIC = b"kvstowS1"
-
-_HEADER = struct.Struct("<8sQQII32s")
-_HEADER_OWN = struct.Struct("<q")
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentHeader:
-    """What a data file says of itself."""
-
-    segment_bytes: int
-    slot_bytes: int
-    group: int
-    slots: int
-    fingerprint: bytes
-
-    def encode(self) -> bytes:
-        body = _HEADER.pack(
-            HEADER_MAGIC,
-            self.segment_bytes,
-            self.slot_bytes,
-            self.group,
-            self.slots,
-            self.fingerprint,
-        )
-        return (body + _HEADER_OWN.pack(checksum(body))).ljust(BLOCK, b"\0")
-
-
-def decode_header(data: bytes) -> SegmentHeader | None:
-    """The header, or None where the bytes are not one."""
-    body = data[: _HEADER.size]
-    end = _HEADER.size + _HEADER_OWN.size
-    if len(data) < end or checksum(body) != _HEADER_OWN.unpack(data[_HEADER.size : end])[0]:
-        return None
-    magic, *fields = _HEADER.unpack(body)
-    return SegmentHeader(*fields) if magic == HEADER_MAGIC else None
-
-
-def segment_file(path: Path, segment: int) -> Path:
-    """The data file of that number."""
-    return path / f"segment-{segment:06}.kv"
-
-
-def segment_numbers(path: Path) -> Iterator[int]:
-    """The numbers of the data files that are there, ascending; other names are left alone."""
-    numbers = (_NAME.fullmatch(file.name) for file in path.glob("segment-*.kv"))
-    return iter(sorted(int(match[1]) for match in numbers if match))
-
-
-_NAME = re.compile(r"segment-(\d{6}|[1-9]\d{6,8})\.kv")
+def entries_of(
+    keys: Sequence[bytes], rows: Sequence[Bytes], links: Sequence[ChainLink]
+) -> tuple[RowEntry, ...]:
+    """What a header says of these rows; `links` are as many, or none."""
+    places = links or [ChainLink()] * len(keys)
+    return tuple(
+        RowEntry(key, checksum(row), link)
+        for key, row, link in zip(keys, rows, places, strict=True)
+    )

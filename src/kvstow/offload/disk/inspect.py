@@ -1,25 +1,16 @@
 """What a store holds: `survey` looks without changing anything, `verify` reads every row."""
 
-import json
-import os
-import sqlite3
-import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
-from kvstow.errors import StoreError
-from kvstow.offload.disk.files import Files, aligned, check_own, store_errors
-from kvstow.offload.disk.format import segment_file, segment_numbers, slot_bytes
-from kvstow.offload.disk.index import SLOT_BITS
-from kvstow.offload.disk.opening import layout_in
-from kvstow.offload.disk.owners import Processes
+from kvstow.offload.disk.files import aligned, store_errors
+from kvstow.offload.disk.opening import FORMAT, capacity_in, stored_layout
 from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.disk.tree import RowFile, is_alive, walk
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.view import align_up
@@ -41,137 +32,61 @@ def verify(tier: DiskTier, progress: Callable[[int], None] = lambda rows: None) 
     """Read every row; those that are damaged are dropped, as on any load."""
     rows = nbytes = 0
     damaged: list[tuple[int, bytes]] = []
+    files = tier.row_files()
     for group in range(len(tier.layout.groups)):
         row_bytes = tier.layout.row_bytes(group)
         step = align_up(row_bytes, 4096)
         count = max(1, BATCH_BYTES // step)
         memory = aligned(count * step)
         into = [memory[i * step : i * step + row_bytes] for i in range(count)]
-        keys = tier.keys(group)
+        keys = [key for file in files if file.group == group for key in file.keys]
         for lo in range(0, len(keys), count):
             part = keys[lo : lo + count]
-            found = tier.load(group, part, into[: len(part)])
-            damaged += [(group, part[i]) for i in np.flatnonzero(~found).tolist()]
+            whole = tier.load(group, part, into[: len(part)])
+            damaged += [(group, part[i]) for i in np.flatnonzero(~whole).tolist()]
             rows += len(part)
             nbytes += len(part) * row_bytes
             progress(len(part))
     return Verified(rows, nbytes, tuple(damaged))
 
 
-EVENTS = 20
-"""Different events that are listed, the latest ones."""
-
-
 def survey(path: Path) -> dict[str, Any]:
-    """What a store holds, who has it open and what it has lost, as plain values."""
+    """What a store holds and who writes to it, as plain values."""
     layout = stored_layout(path)
-    with _opened(path / "index.db") as ask:
-        meta = dict(ask("SELECT name, value FROM meta"))
+    name = fingerprint(layout)
+    with store_errors(path):
+        files = walk(f"{path}/rows-{name[:16]}")
         return {
             "path": str(path),
             "model": layout.model,
             "order": layout.order,
             "tp": list(layout.tp),
             "pp": list(layout.pp),
-            "fingerprint": fingerprint(layout),
-            "format": meta.get("format"),
-            "capacity": meta.get("capacity"),
-            "segment_bytes": meta.get("segment_bytes"),
-            "data_bytes": _data_bytes(path),
-            "rows": ask("SELECT COUNT(*) FROM rows")[0][0],
-            "groups": [_group(ask, layout, g) for g in range(len(layout.groups))],
-            "owners": [
-                _owner(*row)
-                for row in ask("SELECT pid, started, host, beat, counts FROM owners ORDER BY id")
-            ],
-            "events": _events(ask),
+            "fingerprint": name,
+            "format": FORMAT,
+            "capacity": capacity_in(path),
+            "data_bytes": sum(file.nbytes for file in files),
+            "rows": sum(len(file.names) for file in files),
+            "groups": [_group(files, layout, g) for g in range(len(layout.groups))],
+            "writers": [_writer(folder) for folder in sorted(path.glob("new/*"))],
         }
 
 
-def stored_layout(path: Path) -> Layout:
-    """The layout of a store's rows."""
-    with store_errors(path):
-        layout = layout_in(path)
-    if layout is None:
-        raise StoreError(f"{path}: no store there (layout.json is missing)")
-    return layout
-
-
-def _data_bytes(path: Path) -> int:
-    with store_errors(path):
-        return sum(Files().used(segment_file(path, n)) for n in segment_numbers(path))
-
-
-Ask = Callable[..., Sequence[Any]]
-
-
-@contextmanager
-def _opened(file: Path) -> Generator[Ask]:
-    """Questions to an index, which stays as it is. StoreError where it cannot be read."""
-    with store_errors(file.parent):
-        try:
-            check_own(file)
-        except FileNotFoundError:
-            raise StoreError(f"{file}: missing\n\nhint: opening the store makes it again") from None
-    try:
-        name = f"file:{quote(os.fsencode(file.absolute()))}?mode=ro"
-        with closing(sqlite3.connect(name, uri=True, timeout=10)) as sql:
-
-            def ask(question: str, *values: Any) -> Sequence[Any]:
-                return sql.execute(question, values).fetchall()
-
-            yield ask
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise StoreError(
-            f"the index cannot be read: {error}\n\n"
-            "hint: the next process to open the store makes it again"
-        ) from error
-
-
-def _group(ask: Ask, layout: Layout, group: int) -> dict[str, Any]:
-    row_bytes = layout.row_bytes(group)
-    rows, oldest, newest = ask(
-        "SELECT COUNT(*), MIN(seq), MAX(seq) FROM rows WHERE grp = ?", group
-    )[0]
-    owners = dict(ask("SELECT MIN(owner, 1), COUNT(*) FROM slots WHERE grp = ? GROUP BY 1", group))
-    chained = ask("SELECT COUNT(*) FROM rows WHERE grp = ? AND (block > 0 OR parent <> x'')", group)
+def _group(files: list[RowFile], layout: Layout, group: int) -> dict[str, Any]:
+    ours = [file for file in files if file.group == group]
+    used = [file.used / 1e9 for file in ours]
+    rows = sum(len(file.names) for file in ours)
     return {
         "name": layout.groups[group].group.name,
         "block_tokens": layout.groups[group].group.block_tokens,
-        "row_bytes": row_bytes,
-        "slot_bytes": slot_bytes(row_bytes),
-        "segments": ask("SELECT COUNT(*) FROM segments WHERE grp = ?", group)[0][0],
+        "row_bytes": layout.row_bytes(group),
         "rows": rows,
-        "bytes": rows * row_bytes,
-        "chained_rows": chained[0][0],
-        "free_slots": owners.get(0, 0),
-        "leased_slots": owners.get(1, 0),
-        "retired_slots": owners.get(-1, 0),
-        "segments_used": len(
-            ask(f"SELECT DISTINCT place >> {SLOT_BITS} FROM rows WHERE grp = ?", group)
-        ),
-        "oldest_use": oldest,
-        "newest_use": newest,
+        "files": len(ours),
+        "bytes": rows * layout.row_bytes(group),
+        "oldest_use": min(used, default=None),
+        "newest_use": max(used, default=None),
     }
 
 
-def _events(ask: Ask) -> list[dict[str, Any]]:
-    """What has happened, newest first. Equal events are one, with a count: `time` is that of the
-    last one, `rows` are those of all."""
-    return [
-        {"time": last, "what": what, "rows": rows, "count": count, "first_time": first}
-        for last, what, rows, count, first in ask(
-            "SELECT MAX(time), what, SUM(rows), COUNT(*), MIN(time) FROM events "
-            "GROUP BY what ORDER BY MAX(rowid) DESC LIMIT ?",
-            EVENTS,
-        )
-    ]
-
-
-def _owner(pid: int, started: int, host: str, beat: float, counts: str) -> dict[str, Any]:
-    alive = Processes().lives(pid, started, host, time.time() - beat)
-    try:
-        tiers = json.loads(counts)
-    except ValueError:
-        tiers = []
-    return {"pid": pid, "alive": alive, "beat": beat, "tiers": tiers}
+def _writer(folder: Path) -> dict[str, Any]:
+    return {"pid": int(folder.name.partition("-")[0]), "alive": is_alive(str(folder))}

@@ -1,84 +1,89 @@
-"""The disk tier: rows in files that grow, an index in SQLite, a checksum on every row.
+"""The disk tier: one file per row, or per few small ones, named by what it holds.
 
-    store   lease slots (index) → write rows → fdatasync → enter rows (index)
-    load    look up (index) → read slots → record and checksum must match → used
+    store   write a file without a name → make it durable → give it the names of its rows
+    load    open the name → header and checksum must match → used
 
-Between the two transactions the slots belong to nobody's row, so a process may die anywhere. A
-reader takes no lock: if a slot was given to another row while it was being read, generation or
-checksum do not match, and that is a miss. Several processes may use one store.
+What `store` calls kept has its name, so that it is there when the process is killed; after a power
+cut a name may be missing, and a row never wrong. Several processes may use one directory, and
+none waits for another (see `tree`).
 """
 
-import json
+import errno
 import logging
+import os
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
-from itertools import chain, count
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Condition, local
+from typing import TypeVar
 
 import numpy as np
 
 from kvstow.errors import StoreError
-from kvstow.offload.disk import owners
-from kvstow.offload.disk.allocator import Recency, SlotAllocator
-from kvstow.offload.disk.attachment import Attachment
-from kvstow.offload.disk.files import LOST, Files
-from kvstow.offload.disk.format import ChainLink, SlotRecord
-from kvstow.offload.disk.index import (
-    FREE,
-    RETIRED,
-    IndexBroken,
-    RowPlaces,
-    StoreIndex,
-    Transaction,
+from kvstow.offload.disk.files import (
+    BLOCK,
+    LOST,
+    Files,
+    aligned,
+    is_aligned,
+    store_errors,
 )
-from kvstow.offload.disk.opening import OpenStore
-from kvstow.offload.disk.owners import Processes
-from kvstow.offload.disk.recovery import DroppedRows
-from kvstow.offload.disk.segments import Segments, SlotRow
-from kvstow.offload.disk.writing import RowWriter
-from kvstow.offload.eviction.policies import PolicyName
+from kvstow.offload.disk.format import (
+    MAX_ROWS,
+    ChainLink,
+    Header,
+    checksum,
+    decode_header,
+    entries_of,
+    file_bytes,
+)
+from kvstow.offload.disk.opening import open_directory
+from kvstow.offload.disk.tree import BLOCK_NANOSECONDS, RowFile, RowTree, keys_in
 from kvstow.offload.tier import (
     Bools,
     Bytes,
     Counter,
     Counts,
-    Tier,
     Usage,
+    check_process,
     checked_keys,
     checked_rows,
-    facts,
+    chosen,
+    firsts,
     known_identity,
     note_unverified,
 )
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import fingerprint
+from kvstow.plan.view import align_up
 from kvstow.plan.words import parse_size
 
 log = logging.getLogger("kvstow.offload")
 
-BEAT_SECONDS = 1.0
+FILE_BYTES = 2 << 20
+"""Rows of one call share a file up to this length."""
 
-USAGE_SECONDS = 1.0
-"""How long somebody who wants to know the usage waits for the index."""
+BATCH_BYTES = 128 << 20
+"""Files of a call are synced together up to this length."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class DiskTier:
-    """Rows of one layout in a directory, within `capacity` bytes of data files.
+    """Rows of one layout in a directory, within `capacity` bytes of row files.
 
     `layout` may be that of any arena whose rows are to be kept; the tier's own is the layout
     that the directory states, and `layout=None` asks for just that. The computation that makes
-    the rows is `identity`, or the layout's. `dropped` says what was lost when the store was
-    opened after a crash. With `threads=0` nothing happens outside the caller's thread; `files`,
-    `clock` and `processes` are what a simulation replaces.
-
-    A broken index is made again from the data files as soon as no other process uses it. Until
-    then loads are misses and stores are errors.
+    the rows is `identity`, or the layout's. With `threads=0` nothing happens outside the caller's
+    thread; `files` and `clock` are what a simulation replaces.
     """
-
-    name = "disk"
 
     def __init__(
         self,
@@ -87,96 +92,39 @@ class DiskTier:
         *,
         identity: Identity | None = None,
         capacity: int | str | None = None,
-        policy: PolicyName = "lru",
         files: Files | None = None,
         threads: int = 4,
         clock: Callable[[], float] = time.time,
-        processes: Processes | None = None,
+        name: str = "disk",
     ) -> None:
-        self.path = Path(path)
-        self._processes = processes or Processes()
+        self.path, self.name = Path(path), name
         if layout is not None:
-            known = known_identity(layout, identity, f"store {path}")
-            layout = layout.identified(known)
-        self._open = OpenStore(
-            self.path,
-            layout,
-            capacity=parse_size(capacity) if isinstance(capacity, str) else capacity,
-            files=files or Files(),
-            threads=threads,
-            clock=clock,
-            processes=self._processes,
-        )
-        self.layout = self._open.layout
-        self.dropped: tuple[DroppedRows, ...] = ()
-        self._note_dropped()
-        self._policy: PolicyName = policy
-        self._clock = clock
-        self._reading: tuple[dict[int, list[int]], ...] = tuple({} for _ in self.layout.groups)
-        """Per group and load under way, the places that are read."""
-        self._numbers = count()
-        self._lock = Lock()
-        self._attachment = Attachment(self._open, clock, self._index_replaced)
-        self._counter = Counter()
-        self._beaten = float("-inf")
-        self._beside: tuple[Tier, ...] = ()
-        self._last_usage = Usage(rows=0, nbytes=0, capacity=self._open.capacity)
-        try:
-            self._make_allocator()
-            if identity is not None and layout is None:
-                known_identity(self.layout, identity, f"store {path}")
-        except BaseException:
-            with closing(self._open), suppress(StoreError), self.index.write() as write:
-                owners.remove(write, self._open.owner)
-            raise
+            layout = layout.identified(known_identity(layout, identity, f"store {path}"))
+        most = parse_size(capacity) if isinstance(capacity, str) else capacity
+        self.layout, self.capacity = open_directory(self.path, layout, most)
         if layout is not None:
             note_unverified(self.layout.identity, f"store {path}")
-
-    def _make_allocator(self) -> None:
-        self._recency = Recency(
-            self._open.index, self._policy, self.segments.slots, self._open.max_segments
-        )
-        self._allocator = SlotAllocator(self._open, self._recency, self._counter)
-        self._writer = RowWriter(
-            self._open, self._allocator, self._counter, busy=self._busy, entered=self._beat
-        )
-
-    def _index_replaced(self) -> None:
-        """Leases and ages of the old index mean nothing any more."""
-        self._note_dropped()
-        self._make_allocator()
-
-    def _note_dropped(self) -> None:
-        self.dropped = (*self.dropped, *self._open.dropped)
-        for dropped in self._open.dropped:
-            log.warning("store %s: %s", self.path, dropped)
+        elif identity is not None:
+            known_identity(self.layout, identity, f"store {path}")
+        self._files, self._clock = files or Files(), clock
+        self._fingerprint = bytes.fromhex(fingerprint(self.layout))
+        self.tree = RowTree(self.path, self._fingerprint.hex(), self._files, self.capacity)
+        with store_errors(self.path):
+            self.tree.writers.sweep()
+        self._threads = ThreadPoolExecutor(threads, "kvstow-disk") if threads else None
+        self._memory = _ThreadMemory()
+        self._uses = _Uses(f"store {self.path}")
+        self._counter = Counter()
+        self._said_full = False
 
     def close(self) -> None:
-        """Write down what was used, and give up everything that is held; once is enough.
-
-        What cannot be written down, as on a full disk, is logged: rows are as good as before.
-        """
-        if not self._attachment.close():
-            return
-        try:
-            if self._attachment.is_attached:
-                with self.index.write() as write:
-                    self._recency.flush(write)
-                    owners.remove(write, self._open.owner)
-        except StoreError as error:
-            log.warning("store %s: closed, and that is not written down: %s", self.path, error)
-        finally:
-            self._open.close()
+        """Wait for what is under way, and let go of threads and files; once is enough."""
+        if self._uses.end():
+            if self._threads is not None:
+                self._threads.shutdown()
+            self.tree.writers.close()
 
     # ── questions ─────────────────────────────────────────────────────────────────
-
-    @property
-    def index(self) -> StoreIndex:
-        return self._open.index
-
-    @property
-    def segments(self) -> Segments:
-        return self._open.segments
 
     @property
     def counts(self) -> Counts:
@@ -184,39 +132,38 @@ class DiskTier:
 
     @property
     def usage(self) -> Usage:
-        """The usage now, or what it last was: whoever asks need not wait for a thread that waits
-        for another process to let go of the index."""
-        try:
-            return self._attachment.retried(self._usage_lately)
-        except IndexBroken:
-            return Usage(rows=0, nbytes=0, capacity=self._open.capacity)
-
-    def _usage_lately(self) -> Usage:
-        with self.index.held(USAGE_SECONDS) as is_ours:
-            if is_ours:
-                self._last_usage = self._usage_now()
-        return self._last_usage
-
-    def _usage_now(self) -> Usage:
-        """The usage, asked by somebody who uses the index already."""
-        nbytes = sum(self.segments.used(segment) for segment, _, _ in self.index.segments())
-        return Usage(rows=self.index.num_rows(), nbytes=nbytes, capacity=self._open.capacity)
+        with self._using():
+            tally = self.tree.usage
+        return Usage(rows=tally.rows, nbytes=tally.nbytes, capacity=self.capacity)
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
         checked_keys(self.layout, group, keys)
-        try:
-            return self._attachment.retried(lambda: self.index.contains(group, keys))
-        except IndexBroken:
-            return np.zeros(len(keys), bool)
+        with self._using():
+            return self.tree.has(group, keys)
 
     def keys(self, group: int) -> list[bytes]:
-        """The keys of all rows of a group, by place."""
-        return self._attachment.retried(lambda: self.index.keys(group))
+        """The keys of all rows of a group."""
+        with self._using():
+            directories = self.tree.directories(group)
+            return [key for directory in directories for key in keys_in(directory.path)]
 
-    def keys_since(self, group: int, seq: int, most: int = 10_000) -> tuple[list[bytes], int]:
-        """Keys of rows of a group that any process has entered or used after `seq`, at most so
-        many, and the `seq` to go on from; 0 is the beginning."""
-        return self._attachment.retried(lambda: self.index.keys_since(group, seq, most))
+    def row_files(self) -> list[RowFile]:
+        """The files of all rows, those used longest ago first."""
+        with self._using():
+            return self.tree.own_files()
+
+    def links(self, file: RowFile) -> list[tuple[bytes, ChainLink]]:
+        """Where the rows of a file stand in their sequences; nothing where it cannot be read."""
+        page, keys = aligned(BLOCK), set(file.keys)
+        with self._using(), suppress(OSError):
+            fd = self._files.open(file.names[0], direct=False)
+            try:
+                self._files.read(fd, [page], 0)
+            finally:
+                self._files.close(fd)
+        header = decode_header(page.tobytes())
+        entries = header.entries if header is not None else ()
+        return [(entry.key, entry.link) for entry in entries if entry.key in keys]
 
     # ── store ─────────────────────────────────────────────────────────────────────
 
@@ -229,178 +176,365 @@ class DiskTier:
     ) -> Bools:
         """Keep rows; which of them are kept now.
 
-        Rows for which there is no room are not kept. Raises StoreError when the medium or the
-        index fails; rows that were entered before stay.
+        Rows for which there is no room are not kept. Raises StoreError when the medium fails;
+        rows that have their names by then stay.
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
-        return self._attachment.retried(lambda: self._writer.store(group, keys, rows, links))
+        with self._using():
+            missing = firsts(keys, ~self.tree.has(group, keys))
+            step = self._rows_per_file(group)
+            parts = [missing[lo : lo + step] for lo in range(0, len(missing), step)]
+            if parts:
+                self._store([_NewFile.of(group, part, keys, rows, links) for part in parts])
+            return self.tree.has(group, keys)
+
+    def _rows_per_file(self, group: int) -> int:
+        most = min(FILE_BYTES, self.capacity // 32)  # files go as a whole
+        return max(1, min(MAX_ROWS, most // self.layout.row_bytes(group)))
+
+    def _store(self, files: Sequence["_NewFile"]) -> None:
+        """Write files; where the disk is full though the capacity allows more, others go first."""
+        failures = self._write_all(files)
+        if any(error.errno in FULL for _, error in failures):
+            self._note_full(failures[0][1])
+            needed = sum(self._nbytes(file) for file, _ in failures)
+            self._counter.add(Counts(evicted_rows=self.tree.evict(2 * needed)))
+            failures = self._write_all([file for file, _ in failures])
+            failures = [each for each in failures if each[1].errno not in FULL]
+        if failures:
+            lost = sum(len(file.keys) for file, _ in failures)
+            total = sum(len(file.keys) for file in files)
+            self._counter.add(Counts(failures=lost))
+            reason = failures[0][1]
+            raise StoreError(
+                f"{self.path}: {lost} of {total} rows were not written: {reason.strerror or reason}"
+            ) from reason
+
+    def _write_all(self, files: Sequence["_NewFile"]) -> list[tuple["_NewFile", OSError]]:
+        """Write files and give them their names; those for which that failed, and why."""
+        results: list[OSError | None] = []
+        step = max(1, BATCH_BYTES // max(map(self._nbytes, files)))
+        for lo in range(0, len(files), step):
+            results += self._write_part(files[lo : lo + step])
+        both = zip(files, results, strict=True)
+        return [(file, error) for file, error in both if error is not None]
+
+    def _write_part(self, files: Sequence["_NewFile"]) -> list[OSError | None]:
+        """Write files, sync them as one, and give them their names; per file what went wrong."""
+        nameless: dict[str, int] = {}
+        """What was written and has no name yet: its bytes."""
+        try:
+            written = self._each(lambda file: self._write(file, nameless), files)
+            results = [each if isinstance(each, OSError) else None for each in written]
+            names = {k: name for k, name in enumerate(written) if isinstance(name, str)}
+            try:
+                if names:
+                    self._files.sync(list(names.values()))
+            except OSError as error:
+                return [error if k in names else result for k, result in enumerate(results)]
+            for k, name in names.items():
+                try:
+                    self.tree.publish(name, files[k].group, files[k].keys, nameless[name])
+                    del nameless[name]
+                    self._count_stored(files[k])
+                except OSError as error:
+                    results[k] = error
+            return results
+        finally:
+            for name, nbytes in nameless.items():
+                self.tree.give_back(nbytes)
+                with suppress(OSError):
+                    self._files.remove(name)
+
+    def _write(self, file: "_NewFile", nameless: dict[str, int]) -> str | OSError | None:
+        """Write a file; its name, None where there is no room, or what went wrong."""
+        try:
+            name = self.tree.writers.next_file()
+            is_room, evicted = self.tree.reserve(self._nbytes(file))
+            self._counter.add(Counts(evicted_rows=evicted))
+            if is_room:
+                nameless[name] = self._nbytes(file)
+                self._write_bytes(name, file)
+        except OSError as error:
+            return error
+        return name if is_room else None
+
+    def _write_bytes(self, name: str, file: "_NewFile") -> None:
+        row_bytes = self.layout.row_bytes(file.group)
+        entries = entries_of(file.keys, file.rows, file.links)
+        header = Header(self._fingerprint, file.group, row_bytes, entries)
+        page = self._memory.page()
+        page[:] = np.frombuffer(header.encode(), np.uint8)
+        rows = list(file.rows)
+        is_direct = self._is_alone(file.group)
+        if is_direct and not is_aligned(rows[0]):
+            rows = [self._memory.of(align_up(row_bytes, BLOCK))]
+            rows[0][:row_bytes] = file.rows[0]
+            rows[0][row_bytes:] = 0
+        padding = self._nbytes(file) - BLOCK - sum(len(row) for row in rows)
+        if padding:
+            rows.append(np.zeros(padding, np.uint8))
+        fd = self._files.create(name, direct=is_direct)
+        try:
+            self._files.write(fd, [page, *rows])
+            self._files.touch(fd, self._now(entries[0].link))
+        finally:
+            self._files.close(fd)
+
+    def _nbytes(self, file: "_NewFile") -> int:
+        return file_bytes(self.layout.row_bytes(file.group), len(file.keys))
+
+    def _is_alone(self, group: int) -> bool:
+        """Whether rows of a group have files of their own, which go past the page cache."""
+        return 2 * self.layout.row_bytes(group) > FILE_BYTES
+
+    def _count_stored(self, file: "_NewFile") -> None:
+        rows = len(file.keys)
+        nbytes = rows * self.layout.row_bytes(file.group)
+        self._counter.add(Counts(stored_rows=rows, stored_bytes=nbytes))
+
+    def _now(self, link: ChainLink) -> int:
+        return int(self._clock() * 1e9) - link.block * BLOCK_NANOSECONDS
+
+    def _note_full(self, error: OSError) -> None:
+        """Say that rows find no room although the capacity allows it: once in the log."""
+        if not self._said_full:
+            log.warning(
+                "store %s: %s, though %d bytes are allowed; rows are dropped for others",
+                self.path,
+                error.strerror,
+                self.capacity,
+            )
+        self._said_full = True
 
     # ── load ──────────────────────────────────────────────────────────────────────
 
     def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
         """Copy rows out; which of them were here, and whole.
 
-        A row whose bytes are not what they were is dropped, counted as a failure and noted
-        in the index; the caller sees a miss.
+        A row whose bytes are not what they were is dropped and counted as a failure; the caller
+        sees a miss. Nothing writes to the rows any more when this ends, however it does.
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
-        try:
-            return self._attachment.retried(lambda: self._loaded(group, keys, rows))
-        except IndexBroken:
-            self._count_load(group, len(keys), 0)
-            return np.zeros(len(keys), bool)
-
-    def _loaded(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
-        places = self.index.find(group, keys)
-        wanted = self._slots(group, places, keys, rows)
-        with self._pinned(group, places):
-            results = self.segments.read(group, wanted)
-        good = np.array([result is True for result in results], bool)
-        if not good.all():
-            self._dismiss(group, wanted, results)
-        self._count_load(group, len(keys), int(good.sum()))
-        if self._recency.use(places.place[good]) or self._beat_is_due():
-            self._note("rows that were used", self._write_down)
-        mask = np.zeros(len(keys), bool)
-        mask[places.position[good]] = True
+        step = self._rows_per_file(group)
+        with self._using():
+            results = self._each(
+                lambda lo: self._load(group, keys[lo : lo + step], rows[lo : lo + step]),
+                range(0, len(keys), step),
+            )
+        mask = np.array([found for part in results for found in part], bool)
+        loaded, nbytes = int(mask.sum()), int(mask.sum()) * self.layout.row_bytes(group)
+        self._counter.add(
+            Counts(hits=loaded, misses=len(keys) - loaded, loaded_rows=loaded, loaded_bytes=nbytes)
+        )
         return mask
 
-    def _slots(
-        self, group: int, places: RowPlaces, keys: Sequence[bytes], rows: Sequence[Bytes]
-    ) -> list[SlotRow]:
-        """What is to be read where, and what its record must say."""
-        row_bytes, nowhere = self.layout.row_bytes(group), ChainLink()
-        return [
-            SlotRow(
-                place,
-                SlotRecord(
-                    generation=generation,
-                    group=group,
-                    key=keys[i],
-                    row_bytes=row_bytes,
-                    checksum=checksum,
-                    link=nowhere,
-                ),
-                rows[i],
-            )
-            for i, place, generation, checksum in places.rows()
-        ]
+    def _load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> list[bool]:
+        """Rows of a part of a call, file by file; which of them were there."""
+        there = self.tree.has(group, keys)
+        left = dict(zip(chosen(keys, there), chosen(rows, there), strict=True))
+        good: set[bytes] = set()
+        while left:
+            first = next(iter(left))
+            good |= self._load_file(group, first, left)
+            left.pop(first, None)
+            for key in good:
+                left.pop(key, None)
+        last = dict(zip(keys, rows, strict=True))
+        for key, row in zip(keys, rows, strict=True):
+            if key in good and row is not last[key]:
+                row[:] = last[key]
+        return [key in good for key in keys]
 
-    def _write_down(self, write: Transaction) -> None:
-        self._recency.flush(write)
-        self._beat(write)
-
-    def _note(self, what: str, change: Callable[[Transaction], None]) -> None:
-        """Change the index after a load. If that fails it is logged: the loaded rows are good."""
+    def _load_file(self, group: int, key: bytes, left: dict[bytes, Bytes]) -> set[bytes]:
+        """What one file holds of the rows that are left; at least it is tried for that key."""
+        name = self.tree.name(group, key)
         try:
-            with self._recency.following() as write:
-                change(write)
-        except IndexBroken:
-            raise
-        except StoreError as error:
-            log.warning("store %s: %s: not written down: %s", self.path, what, error)
+            fd = self._files.open(name, direct=self._is_alone(group))
+            try:
+                header = self._header(fd, group, key, left)
+                if header is None:
+                    self._drop(name, key, fd, "is not what was written")
+                    return set()
+                good = self._read_rows(fd, header, left)
+                if good:
+                    with suppress(OSError):  # a medium that is read only, say
+                        self._files.touch(fd, self._now(header.entries[0].link))
+                return good
+            finally:
+                self._files.close(fd)
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            if error.errno in LOST or error.errno == errno.EPERM:
+                self._drop(name, key, None, f"cannot be read ({error.strerror})")
+            else:
+                log.warning("store %s: a row was not read: %s", self.path, error)
+            return set()
 
-    def _count_load(self, group: int, asked: int, loaded: int) -> None:
-        nbytes = loaded * self.layout.row_bytes(group)
-        self._counter.add(
-            Counts(hits=loaded, misses=asked - loaded, loaded_rows=loaded, loaded_bytes=nbytes)
-        )
+    def _header(self, fd: int, group: int, key: bytes, left: dict[bytes, Bytes]) -> Header | None:
+        """What a file says of itself, if it holds that row of this layout; a row with a file of
+        its own is read with it."""
+        page, row = self._memory.page(), left[key]
+        parts = [page]
+        if self._is_alone(group):
+            whole = is_aligned(row)
+            parts.append(row if whole else self._memory.of(align_up(len(row), BLOCK)))
+        count = self._files.read(fd, parts, 0)
+        header = decode_header(page.tobytes()) if count >= BLOCK else None
+        if header is None or header.fingerprint != self._fingerprint or header.group != group:
+            return None
+        if header.row_bytes != len(row) or key not in (each.key for each in header.entries):
+            return None
+        if len(parts) == 2 and parts[1] is not row:
+            row[:] = parts[1][: len(row)]
+        return header
 
-    def _busy(self) -> list[set[int]]:
-        with self._lock:
-            return [set(chain(*reading.values())) for reading in self._reading]
+    def _read_rows(self, fd: int, header: Header, left: dict[bytes, Bytes]) -> set[bytes]:
+        """Read the rows of a file that are left; those that have their checksums."""
+        here = [k for k, entry in enumerate(header.entries) if entry.key in left]
+        if not self._is_alone(header.group):
+            for run in neighbours(here):
+                rows = [left[header.entries[k].key] for k in run]
+                self._files.read(fd, rows, header.offset(run[0]))
+        good: set[bytes] = set()
+        for entry in (header.entries[k] for k in here):
+            if checksum(left[entry.key]) == entry.checksum:
+                good.add(entry.key)
+            else:
+                lost = self.tree.name(header.group, entry.key)
+                self._drop(lost, entry.key, fd, "is not what was written")
+        return good
 
-    @contextmanager
-    def _pinned(self, group: int, found: RowPlaces) -> Generator[None]:
-        """Rows being read are not given up by this process."""
-        number = next(self._numbers)
-        with self._lock:
-            self._reading[group][number] = found.place.tolist()
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._reading[group][number]
-
-    def _dismiss(
-        self, group: int, rows: Sequence[SlotRow], results: Sequence[bool | OSError]
-    ) -> None:
-        """Drop rows whose bytes are lost, unless they were replaced while we read.
-
-        What could not be read for want of descriptors or memory is a miss now, and stays.
-        """
-        passing = [r for r in results if isinstance(r, OSError) and r.errno not in LOST]
-        if passing:
-            log.warning("store %s: %d rows not read: %s", self.path, len(passing), passing[0])
-        lost = [
-            (row, result)
-            for row, result in zip(rows, results, strict=True)
-            if result is False or (isinstance(result, OSError) and result.errno in LOST)
-        ]
-        if lost:
-            self._note("rows that are lost", lambda write: self._drop(write, group, lost))
-
-    def _drop(
-        self, write: Transaction, group: int, lost: Sequence[tuple[SlotRow, bool | OSError]]
-    ) -> None:
-        for row, result in lost:
-            still = write.ask(
-                "SELECT 1 FROM rows WHERE place = ? AND generation = ?",
-                row.place,
-                row.record.generation,
-            )
-            if not still:
-                continue
-            unreadable = isinstance(result, OSError)
-            write.drop(group, [row.place], to=RETIRED if unreadable else FREE)
-            why = f"cannot be read ({result})" if unreadable else "is not what was written"
-            what = f"row {row.record.key.hex()} of group {group} at {row.place:#x} {why}"
-            write.note(what, 1)
-            log.warning("store %s: %s", self.path, what)
-            self._counter.add(Counts(failures=1))
+    def _drop(self, name: str, key: bytes, fd: int | None, why: str) -> None:
+        """Take the name of a damaged row away, unless it is another file's by now."""
+        log.warning("store %s: row %s %s", self.path, key.hex(), why)
+        self._counter.add(Counts(failures=1))
+        with suppress(OSError):
+            if fd is None or os.lstat(name).st_ino == os.fstat(fd).st_ino:
+                self.tree.remove(name)
 
     # ── evict ─────────────────────────────────────────────────────────────────────
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         checked_keys(self.layout, group, keys)
-        count = self._attachment.retried(lambda: self._evicted(group, keys))
+        with self._using():
+            count = sum(self.tree.remove(self.tree.name(group, key)) for key in keys)
         self._counter.add(Counts(evicted_rows=count))
-        return count
-
-    def _evicted(self, group: int, keys: Sequence[bytes]) -> int:
-        places = self.index.find(group, keys).place
-        with self._recency.following() as write:
-            count = write.drop(group, places.tolist())
-            self._recency.forget(group, places)
         return count
 
     def prune(self, nbytes: int) -> int:
-        """Drop rows, coldest first, until the data files take at most `nbytes`; how many."""
-        count = self._attachment.retried(lambda: self._allocator.shrink(nbytes))
+        """Drop rows, those used longest ago first, until the rest takes at most `nbytes`."""
+        with self._using():
+            count = self.tree.prune(nbytes)
         self._counter.add(Counts(evicted_rows=count))
         return count
 
-    # ── being seen ────────────────────────────────────────────────────────────────
+    # ── threads ───────────────────────────────────────────────────────────────────
 
-    def publish(self, tier: Tier) -> None:
-        """Let `kvstow top` show another tier of this process beside the store."""
-        self._beside = (*self._beside, tier)
+    @contextmanager
+    def _using(self) -> Generator[None]:
+        with self._uses.one(), store_errors(self.path):
+            yield
 
-    def beat(self) -> None:
-        """Tell other processes, and `kvstow top`, that this one lives and what it has done."""
-        with self._attachment.using(), self._recency.following() as write:
-            self._recency.flush(write)
-            self._beaten = float("-inf")
-            self._beat(write)
+    def _each(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+        """Do something with each item, side by side; nothing goes on when this ends."""
+        if self._threads is None or len(items) == 1:
+            return [work(item) for item in items]
+        futures: list[Future[_R]] = []
+        try:
+            for item in items:
+                futures.append(self._threads.submit(work, item))
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
 
-    def _beat_is_due(self) -> bool:
-        since = self._clock() - self._beaten
-        return not 0 <= since < BEAT_SECONDS  # a clock that was set back is due as well
 
-    def _beat(self, write: Transaction) -> None:
-        if self._beat_is_due():
-            self._beaten = self._clock()
-            tiers = [{"tier": tier.name, **facts(tier)} for tier in self._beside]
-            mine = {**asdict(self.counts), **asdict(self._usage_now())}
-            tiers.append({"tier": self.name, **mine})
-            owners.beat(write, self._open.owner, self._processes, json.dumps(tiers))
+@dataclass(frozen=True, slots=True, eq=False)
+class _NewFile:
+    """Rows that will share a file."""
+
+    group: int
+    keys: Sequence[bytes]
+    rows: Sequence[Bytes]
+    links: Sequence[ChainLink]
+
+    @staticmethod
+    def of(
+        group: int,
+        positions: Sequence[int],
+        keys: Sequence[bytes],
+        rows: Sequence[Bytes],
+        links: Sequence[ChainLink],
+    ) -> "_NewFile":
+        """Rows at some positions of a call."""
+        return _NewFile(
+            group,
+            [keys[i] for i in positions],
+            [rows[i] for i in positions],
+            [links[i] for i in positions] if links else (),
+        )
+
+
+class _ThreadMemory:
+    """Memory that direct I/O accepts, of each thread's own, until it wants some again."""
+
+    def __init__(self) -> None:
+        self._own = local()
+
+    def page(self) -> Bytes:
+        if not hasattr(self._own, "page"):
+            self._own.page = aligned(BLOCK)
+        return self._own.page
+
+    def of(self, nbytes: int) -> Bytes:
+        if getattr(self._own, "nbytes", -1) < nbytes:
+            self._own.memory, self._own.nbytes = aligned(nbytes), nbytes
+        return self._own.memory[:nbytes]
+
+
+def neighbours(numbers: Sequence[int]) -> list[list[int]]:
+    """Ascending numbers in runs without gaps."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+class _Uses:
+    """Open to many at a time, until somebody ends it and waits for them."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._opener = what, os.getpid()
+        self._state = Condition()
+        self._count = 0
+        self._is_over = False
+
+    @contextmanager
+    def one(self) -> Generator[None]:
+        """One use; StoreError once it is over, and in a process that was forked meanwhile."""
+        check_process(self._opener, self._what)
+        with self._state:
+            if self._is_over:
+                raise StoreError(f"{self._what} is closed")
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._count -= 1
+                self._state.notify_all()
+
+    def end(self) -> bool:
+        """Wait for all uses; whether there could be any until now. A forked process has none."""
+        if os.getpid() != self._opener:
+            return False
+        with self._state:
+            is_first, self._is_over = not self._is_over, True
+            self._state.wait_for(lambda: not self._count)
+            return is_first

@@ -1,5 +1,4 @@
-"""Which rows go first, and which are worth keeping.
+"""Which rows go first.
 
-policies   LRU, ARC, S3-FIFO behind one interface
-admission  rows that are seen a second time pass
+policies   LRU and S3-FIFO behind one interface
 """

@@ -1,7 +1,7 @@
-"""Which row goes first: LRU, ARC, S3-FIFO.
+"""Which row goes first: LRU, S3-FIFO.
 
-A policy knows rows by small whole numbers (the tier's slots) and, for the ghosts that ARC and
-S3-FIFO keep of rows long gone, by a 64-bit mark of the row's key. Its tier tells it what came
+A policy knows rows by small whole numbers (the tier's slots) and, for the ghosts that S3-FIFO
+keeps of rows long gone, by a 64-bit mark of the row's key. Its tier tells it what came
 (`insert`), was used (`touch`) or went (`remove`), and asks whom to give up (`victims`).
 All operations take arrays; each row costs O(1), amortised.
 """
@@ -17,7 +17,7 @@ from kvstow.errors import StoreError
 from kvstow.offload.tier import Bools
 from kvstow.plan.view import Ints
 
-PolicyName = Literal["lru", "arc", "s3fifo"]
+PolicyName = Literal["lru", "s3fifo"]
 
 
 def mark(key: bytes) -> int:
@@ -60,8 +60,6 @@ def policy(name: PolicyName, num_slots: int) -> Policy:
     match name:
         case "lru":
             return Lru(num_slots)
-        case "arc":
-            return Arc(num_slots)
         case "s3fifo":
             return S3Fifo(num_slots)
         case _:
@@ -145,90 +143,6 @@ class _Ghosts:
         """Forget the oldest until at most `count` are left."""
         while len(self._marks) > max(0, count):
             self._marks.popitem(last=False)
-
-
-class Arc:
-    """Megiddo and Modha's adaptive replacement cache.
-
-    Rows used once and rows used again stand in two LRU lists; ghosts of both tell which of
-    the two deserves more room.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self.size = num_slots
-        self._once, self._again = _Queue(), _Queue()
-        self._once_ghosts, self._again_ghosts = _Ghosts(), _Ghosts()
-        self._marks = np.zeros(num_slots, np.uint64)
-        self._returning: set[int] = set()
-        self._target = 0.0
-        """How many rows used once may stay."""
-
-    def __len__(self) -> int:
-        return len(self._once) + len(self._again)
-
-    def insert(self, slots: Ints, marks: Iterable[int]) -> None:
-        known = list(marks)
-        self._marks[slots] = np.array(known, np.uint64)
-        again = np.array([self._recall(m) for m in known], bool)
-        self._once.push(slots[~again])
-        self._again.push(slots[again])
-
-    def touch(self, slots: Ints) -> None:
-        used = slots[self._once.has(slots) | self._again.has(slots)]
-        self._once.drop(used)
-        self._again.push(used)
-
-    def remove(self, slots: Ints) -> None:
-        self._once.drop(slots)
-        self._again.drop(slots)
-
-    def victims(self, marks: Iterable[int], pinned: Bools) -> Ints:
-        taken = [slot for mark in marks for slot in self._replaced(mark, pinned)]
-        return np.array(taken, np.int64)
-
-    def _recall(self, mark: int) -> bool:
-        """Whether the row was here before; its ghosts are removed."""
-        if mark in self._returning:
-            self._returning.discard(mark)
-            return True
-        return self._adapted(mark)
-
-    def _adapted(self, mark: int) -> bool:
-        """Whether some ghost has the mark; it moves the target and goes."""
-        once, again = len(self._once_ghosts), len(self._again_ghosts)
-        if mark in self._once_ghosts:
-            self._target = min(self.size, self._target + max(1.0, again / once))
-            self._once_ghosts.discard(mark)
-            return True
-        if mark in self._again_ghosts:
-            self._target = max(0.0, self._target - max(1.0, once / again))
-            self._again_ghosts.discard(mark)
-            return True
-        return False
-
-    def _replaced(self, mark: int, pinned: Bools) -> list[int]:
-        wanted_again = mark in self._again_ghosts
-        if self._adapted(mark):
-            _remember(self._returning, mark, self.size)
-        elif len(self._once) + len(self._once_ghosts) >= self.size:
-            if not self._once_ghosts:
-                return self._once.pop(1, pinned).tolist() or self._again.pop(1, pinned).tolist()
-            self._once_ghosts.shrink(len(self._once_ghosts) - 1)
-        elif len(self) + len(self._once_ghosts) + len(self._again_ghosts) >= 2 * self.size:
-            self._again_ghosts.shrink(len(self._again_ghosts) - 1)
-        once = len(self._once)
-        over = once > self._target or (wanted_again and once == self._target)
-        return self._evicted(pinned, once_first=once > 0 and over)
-
-    def _evicted(self, pinned: Bools, *, once_first: bool) -> list[int]:
-        sides = [(self._once, self._once_ghosts), (self._again, self._again_ghosts)]
-        for queue, ghosts in sides if once_first else reversed(sides):
-            slots = queue.pop(1, pinned).tolist()
-            for slot in slots:
-                ghosts.add(int(self._marks[slot]))
-            if slots:
-                return slots
-        return []
 
 
 class S3Fifo:

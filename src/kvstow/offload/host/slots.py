@@ -7,7 +7,7 @@ that have free rows, and slabs of nobody lie on a stack, lowest on top.
 import numpy as np
 
 from kvstow.plan.layout import NULL_SLABS, Layout
-from kvstow.plan.view import Ints
+from kvstow.plan.view import Ints, ceil_div
 
 NOBODY = -1
 
@@ -40,22 +40,10 @@ class Slots:
         """At most `count` rows: of the group's slabs, ascending, then of slabs of nobody."""
         rows = self._free_in(group, self._partly_free(group, count))[:count]
         if len(rows) < count:
-            slabs = self._claimed(group, -(-(count - len(rows)) // self._rows_per_slab[group]))
+            slabs = self._claimed(group, ceil_div(count - len(rows), self._rows_per_slab[group]))
             rows = np.append(rows, self._free_in(group, slabs)[: count - len(rows)])
         self._use(group, rows)
         return rows
-
-    def occupy(self, group: int, rows: Ints) -> None:
-        """These rows, free and in slabs of the group or of nobody, are in use."""
-        slabs = np.unique(rows // self._rows_per_slab[group])
-        new = slabs[self._owner[slabs] == NOBODY]
-        self._owner[new] = group
-        self._num_slabs[group] += len(new)
-        left = self._idle[: self._num_idle]
-        left = left[self._owner[left] == NOBODY]
-        self._idle[: len(left)] = left
-        self._num_idle = len(left)
-        self._use(group, rows)
 
     def give_back(self, group: int, rows: Ints) -> None:
         """Rows, each named once, are free; a slab without rows in use is nobody's."""

@@ -1,11 +1,9 @@
 """The host tier: an arena of the same rows in host memory, pinned when CUDA is there.
 
 A row is *reserved* while it is filled, then *kept*; one that is *held* is being read. Reserved
-and held rows are never given up. With `shared=NAME` the arena lies in shared memory: its rows are
-there for the process that comes next, and other processes of the machine read them (`processes`).
+and held rows are never given up.
 """
 
-import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ from kvstow.memory.numa import bind, on_node
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.eviction import policies
 from kvstow.offload.eviction.policies import Policy, PolicyName, mark
-from kvstow.offload.host.shared import opened
 from kvstow.offload.host.slots import Slots
 from kvstow.offload.rows import pooled
 from kvstow.offload.tier import (
@@ -31,14 +28,10 @@ from kvstow.offload.tier import (
     Counter,
     Counts,
     Usage,
-    check_process,
     checked_keys,
     checked_rows,
-    known_identity,
     log,
-    note_unverified,
 )
-from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 from kvstow.plan.words import parse_size
@@ -56,7 +49,6 @@ class Reservation:
 class HostTier:
     """Rows of one layout in one host arena of at most `capacity` bytes.
 
-    A shared tier must know which computation makes its rows: `identity`, or the layout's.
     `on_change` is called with a group and keys whose rows have come or gone, in whichever thread
     that happens, while the tier is locked. What it raises is logged.
     """
@@ -70,25 +62,13 @@ class HostTier:
         capacity: int | str,
         policy: PolicyName = "lru",
         numa_node: int | None = None,
-        shared: str | None = None,
-        identity: Identity | None = None,
         on_change: Callable[[int, Sequence[bytes]], None] | None = None,
     ) -> None:
-        if shared is not None or identity is not None:
-            known = known_identity(layout, identity, f"shared host tier {shared!r}")
-            layout = layout.identified(known)
-            note_unverified(known, f"shared host tier {shared!r}")
-        self._opener = os.getpid()
         most = parse_size(capacity) if isinstance(capacity, str) else capacity
         self.layout = pooled(layout, most)
         pinned = torch.cuda.is_available()
         with on_node(numa_node):
-            self._part = None if shared is None else opened(shared, self.layout)
-            self.arena = (
-                Arena(self.layout, pinned=pinned, huge_pages=True)
-                if self._part is None
-                else self._part.arena(pinned=pinned)
-            )
+            self.arena = Arena(self.layout, pinned=pinned, huge_pages=True)
         bind(self.arena.address, self.arena.nbytes, numa_node)
         self._slots = Slots(self.layout)
         groups = range(len(self.layout.groups))
@@ -100,26 +80,12 @@ class HostTier:
         self._lock = RLock()
         self._counter = Counter()
         self._on_change = on_change
-        if self._part is not None:
-            for group, (keys, rows) in enumerate(self._part.index.take_over()):
-                self._slots.occupy(group, rows)
-                self._enter(group, keys, rows)
 
     def close(self) -> None:
-        """Let go of the memory. What is shared stays, for whoever opens it next; a process that
-        was forked meanwhile has none of it to give up."""
-        if os.getpid() != self._opener:
-            return
+        """Let go of the memory."""
         self.arena.close()
-        if self._part is not None:
-            self._part.close()
 
     # ── questions ─────────────────────────────────────────────────────────────────
-
-    @property
-    def part(self) -> str | None:
-        """The part of the shared tier that this process writes, as in NAME.0."""
-        return None if self._part is None else self._part.name
 
     @property
     def counts(self) -> Counts:
@@ -158,7 +124,6 @@ class HostTier:
         Fewer rows where everything else is in use. End it by `keep` or `abandon`.
         """
         checked_keys(self.layout, group, keys)
-        self._check_writer()
         with self._lock:
             known = self._ids[group]
             new = [key for key in dict.fromkeys(keys) if key not in known]
@@ -176,8 +141,6 @@ class HostTier:
                 good = self._still_wanted(reservation, filled)
                 keys = tuple(key for key, wanted in zip(keys, good, strict=True) if wanted)
                 rows, unused = rows[good], rows[~good]
-            if self._part is not None:
-                self._part.index.publish(group, rows, keys)
             self._enter(group, keys, rows)
             self._slots.give_back(group, unused)
         nbytes = len(keys) * self.layout.row_bytes(group)
@@ -227,7 +190,6 @@ class HostTier:
     def held(self, group: int, keys: Sequence[bytes]) -> Generator[tuple[Bools, Ints]]:
         """Which keys are here, and their rows, which stay as they are until the end."""
         checked_keys(self.layout, group, keys)
-        self._check_writer()
         with self._lock:
             found = np.array(list(map(self._ids[group].get, keys, repeat(-1))), np.int64)
             mask = found >= 0
@@ -289,7 +251,6 @@ class HostTier:
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         """Forget rows that nobody reads; how many."""
         checked_keys(self.layout, group, keys)
-        self._check_writer()
         with self._lock:
             found = {self._ids[group][key] for key in keys if key in self._ids[group]}
             rows = np.array(sorted(found), np.int64)
@@ -297,11 +258,6 @@ class HostTier:
             self._policies[group].remove(rows)
             self._forget(group, rows)
             return len(rows)
-
-    def _check_writer(self) -> None:
-        """Only the process that opened a shared part knows which of its rows are whose."""
-        if self._part is not None:
-            check_process(self._opener, f"shared host tier {self._part.name!r}")
 
     def _room(self, group: int, keys: Sequence[bytes]) -> Ints:
         """Rows for new keys: free ones; slabs of other groups that are older than all our rows; our
@@ -327,8 +283,6 @@ class HostTier:
         return True
 
     def _forget(self, group: int, rows: Ints) -> None:
-        if self._part is not None:
-            self._part.index.withdraw(group, rows)
         ids = self._ids[group]
         gone = list(map(self._keys[group].pop, rows.tolist()))
         for key in gone:

@@ -8,10 +8,8 @@ directory  who writes here: manifests, each published once
 reading    rows of other layouts: which ranges of which objects make a row of ours
 lookup     where rows are, asked for in batches and remembered
 fetch      objects fetched, verified and turned into rows, each once
-prices     what loading and computing cost, both measured
 calls      time limits and the circuit breaker
 writes     rows on their way out: bounded, and dropped rather than waited for
 collect    limits, and the collector of old rows
-renewal    rows that are there already, kept from a collector that is about to remove them
 inspect    what a store holds, every row verified
 """

@@ -1,14 +1,15 @@
-"""Time limits and the circuit breaker: a dead store costs one budget, and then nothing.
+"""Time limits and the circuit breaker: a dead store costs a few budgets, and then nothing.
 
     closed   every call goes out, and is waited for as long as its budget says
     open     no call goes out; every question is answered "not there" at once
 
-The first call that fails or is late opens the breaker. From then on a thread of its own asks the
-store now and again, on nobody's time, and closes the breaker when there is an answer.
+Of the last calls it is known which failed or were late. When half of them did, and more than a
+few, the breaker opens. From the first failure on, a thread of its own asks the store now and
+again, on nobody's time; its questions count, and one that is answered closes the breaker.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -22,7 +23,12 @@ log = logging.getLogger("kvstow.offload")
 
 T = TypeVar("T")
 
-FIRST_PAUSE = 0.5
+WINDOW_CALLS, WINDOW_SECONDS = 8, 30.0
+LEAST_FAILURES = 3
+"""Of the last calls, not older than that, so many must have failed, and half of all, before the
+breaker opens."""
+
+FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 30.0
 
 
@@ -32,8 +38,11 @@ class Breaker:
     def __init__(self, where: str, probe: Callable[[], object]) -> None:
         self._where, self._probe = where, probe
         self._lock = Lock()
+        self._calls: deque[tuple[float, bool]] = deque(maxlen=WINDOW_CALLS)
+        """Of the last calls, when each ended, and whether it failed."""
         self._reason = ""
         self._since = 0.0
+        self._is_probed = False
         self._closing = Event()
         self.times_opened = 0
 
@@ -46,15 +55,31 @@ class Breaker:
         """Why the store is not asked; empty while it is."""
         return self._reason
 
-    def trip(self, reason: str) -> None:
-        """Ask nothing more until the store answers a probe."""
+    def succeeded(self) -> None:
+        """A call was answered in time."""
         with self._lock:
-            if self._reason or self._closing.is_set():
+            self._note(failed=False)
+
+    def failed(self, reason: str) -> None:
+        """A call failed, or was late."""
+        with self._lock:
+            self._note(failed=True)
+            failures = sum(failed for _, failed in self._calls)
+            is_dead = failures >= LEAST_FAILURES and 2 * failures >= len(self._calls)
+            if is_dead and not self._reason and not self._closing.is_set():
+                self._reason, self._since = reason or "no reason given", monotonic()
+                self.times_opened += 1
+                log.warning("%s is not asked again until it responds: %s", self._where, reason)
+            if self._is_probed or self._closing.is_set():
                 return
-            self._reason, self._since = reason or "no reason given", monotonic()
-            self.times_opened += 1
-        log.warning("%s is not asked again until it responds: %s", self._where, reason)
+            self._is_probed = True
         Thread(target=self._watch, name="kvstow-remote-probe", daemon=True).start()
+
+    def _note(self, *, failed: bool) -> None:
+        now = monotonic()
+        self._calls.append((now, failed))
+        while self._calls[0][0] < now - WINDOW_SECONDS:
+            self._calls.popleft()
 
     def _watch(self) -> None:
         pause = FIRST_PAUSE
@@ -62,11 +87,15 @@ class Breaker:
             pause = min(2 * pause, LONGEST_PAUSE)
             try:
                 self._probe()
-            except Exception:  # of whatever kind: it has not answered
+            except Exception as error:  # of whatever kind: it has not answered
+                self.failed(str(error))
                 continue
             with self._lock:
-                self._reason = ""
-            log.warning("%s answers again after %.1f s", self._where, monotonic() - self._since)
+                was_open, self._reason = bool(self._reason), ""
+                self._is_probed = False
+                self._calls.clear()
+            if was_open:
+                log.warning("%s answers again after %.1f s", self._where, monotonic() - self._since)
             return
 
     def close(self) -> None:
@@ -98,23 +127,22 @@ class Calls:
         return future
 
     def result(self, future: "Future[T]", deadline: float) -> T:
-        """The call's result. Raises StoreUnreachable, and opens the breaker, if it failed or there
+        """The call's result. Raises StoreUnreachable, and tells the breaker, if it failed or there
         is none at the deadline, by `time.monotonic`."""
         budget = max(0.0, deadline - monotonic())
         try:
-            return future.result(budget)
-        except TimeoutError as error:
-            future.cancel()
-            reason = f"no answer within {budget:.2f} s"
-            self._breaker.trip(reason)
-            raise StoreUnreachable(reason) from error
-        except StoreUnreachable as error:
-            self._breaker.trip(str(error))
-            raise
+            result = future.result(budget)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            self._breaker.trip(reason)
+            if isinstance(error, StoreUnreachable):
+                reason = str(error)
+            elif not future.done():
+                future.cancel()
+                reason = f"no answer within {budget:.2f} s"
+            self._breaker.failed(reason)
             raise StoreUnreachable(reason) from error
+        self._breaker.succeeded()
+        return result
 
     def run(self, function: Callable[[], T], seconds: float) -> T:
         """The result of a call within so many seconds, as `result` gives it."""

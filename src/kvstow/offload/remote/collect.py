@@ -4,11 +4,11 @@
     collect   remove rows: the oldest first, until ages and sizes are within bounds
     Quota     what writers may add, by the collector's last count
 
-The collector runs beside writers and readers, as often as one likes (`kvstow store prune URL`). It
-removes rows and nothing else: manifests stay, so that a row that is being written is not orphaned.
-A row that is younger than ten minutes is never removed, and writers see to it (`renewal`) that what
-they say is stored is younger than five: it stays for five minutes at least. One that is removed
-while somebody reads it is a miss, and a miss is always allowed. Two collectors exclude each other.
+The collector runs beside writers, readers and other collectors, as often as one likes
+(`kvstow store prune URL`). It removes rows and nothing else: manifests stay, so that a row that is
+being written is not orphaned. Ages are by the store's clock, and a row younger than ten minutes is
+never removed. One that is removed while somebody reads it, or counts on it, is a miss, and a miss
+is always allowed.
 
 Its count is left in the store as `usage`. Writers with a limit read it every some seconds, add what
 they have written since, and write no more when that is too much.
@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from secrets import token_hex
 from threading import Lock
 
 import numpy as np
@@ -26,7 +27,6 @@ import numpy as np
 from kvstow.errors import StoreError
 from kvstow.offload.remote.clients.base import Blob, BlobClient, BlobFacts, Listing, whole_objects
 from kvstow.offload.remote.directory import ROWS
-from kvstow.offload.remote.renewal import CollectorMark
 from kvstow.offload.remote.url import RemoteOptions
 
 USAGE = "usage"
@@ -97,18 +97,16 @@ def collect(
     """Remove rows, the oldest first, until the store and each tenant are within bounds.
 
     `older_than` is an age in seconds: older rows go in any case. Leaves the count for writers.
-    Raises AnotherCollector while one is at work. Ages are by the store's own clock unless there is
-    another: one that is wrong here removes nothing that is young.
+    Ages are by the store's own clock unless there is another: one that is wrong here removes
+    nothing that is young.
     """
+    now = _store_time(listed(client)) if clock is None else clock()
+    rows = sorted(rows_in(client), key=lambda row: row.facts.modified)
+    gone = _victims(rows, now, most, most_by_tenant, older_than)
     removed: set[str] = set()
-    with CollectorMark(listed(client)) as mark:
-        now = mark.made_at if clock is None else clock()
-        rows = sorted(_marked(client, mark), key=lambda row: row.facts.modified)
-        gone = _victims(rows, now, most, most_by_tenant, older_than)
-        for at in range(0, len(gone), DELETE):
-            mark.keep()
-            names = {row.facts.name for row in gone[at : at + DELETE]}
-            removed |= names - client.delete(list(names)).keys()
+    for at in range(0, len(gone), DELETE):
+        names = {row.facts.name for row in gone[at : at + DELETE]}
+        removed |= names - client.delete(list(names)).keys()
     counted_at = (clock or time.time)()
     left = _counted([row for row in rows if row.facts.name not in removed], counted_at)
     client.delete([USAGE])
@@ -117,11 +115,13 @@ def collect(
     return Collected(len(removed), nbytes, left)
 
 
-def _marked(client: BlobClient, mark: CollectorMark) -> Iterator[RowFacts]:
-    """All rows, with the mark kept meanwhile."""
-    for row in rows_in(client):
-        mark.keep()
-        yield row
+def _store_time(client: Listing) -> float:
+    """What time it is by the clock that says how old rows are."""
+    name = f"clock/{token_hex(16)}"
+    client.put([Blob(name, np.zeros(1, np.uint8))])
+    times = [facts.modified for facts in client.list_blobs("clock/") if facts.name == name]
+    client.delete([name])
+    return times[0] if times else time.time()
 
 
 def _victims(

@@ -20,7 +20,6 @@ from kvstow.offload.remote.calls import Calls, Tallies
 from kvstow.offload.remote.clients.base import BlobClient, Range, StoreUnreachable
 from kvstow.offload.remote.lookup import LookUps, Parts
 from kvstow.offload.remote.objects import BadObject, RowObjects
-from kvstow.offload.remote.prices import ReadRate
 from kvstow.offload.tier import Bytes
 from kvstow.plan.view import Ints
 
@@ -74,7 +73,6 @@ class Fetcher:
         self._misses = misses
         self._flights: dict[tuple[int, bytes], Future[Bytes | None]] = {}
         self._lock = Lock()
-        self.rate = ReadRate()
         self._bad: list[str] = []
 
     def rows(
@@ -241,11 +239,8 @@ class Fetcher:
 
     def _fetch(self, lot: Sequence[_Wanted], arrivals: Arrivals) -> None:
         """Fetch a lot, which wants either whole objects or ranges."""
-        started, nbytes = monotonic(), 0
 
         def arrived(number: int, answer: Answer) -> None:
-            nonlocal nbytes
-            nbytes += sum(part.nbytes for part in _parts(answer))
             arrivals.put((lot[number], answer))
 
         if lot[0].bands is None:
@@ -253,17 +248,6 @@ class Fetcher:
             self._client.get([each.name for each in lot], most, arrived)
         else:
             self._client.get_ranges([(each.name, each.ranges) for each in lot], arrived)
-        self.rate.note(nbytes, monotonic() - started)
-
-
-def _parts(answer: Answer) -> Sequence[Bytes]:
-    match answer:
-        case None:
-            return ()
-        case list():
-            return answer
-        case _:
-            return (answer,)
 
 
 def _lots(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:

@@ -31,8 +31,8 @@ from kvstow.offload.rows import same_rows, stacked
 from kvstow.offload.tier import Bytes
 from kvstow.plan.group import Group
 from kvstow.plan.layout import NULL_SLABS, Layout
-from kvstow.plan.retention import State, seen_tokens, short_name
-from kvstow.plan.view import Ints
+from kvstow.plan.retention import State, first_seen_token, short_name
+from kvstow.plan.view import Ints, ceil_div
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.copies import Copies, cut
 from kvstow.route.route import GroupPair
@@ -165,15 +165,14 @@ class GroupReader:
         """Whether a writer's row, named by its first `named` tokens, surely has those of tokens
         `[first, end)` that the token at `end` sees. A row has what the token at `named` sees; its
         writer may never have had what is before that."""
-        sinks, rest = seen_tokens(self._group.retention, end)
-        first = max(first, rest.start, sinks.stop)
-        return first >= min(end, named) or first >= seen_tokens(theirs.retention, named)[1].start
+        first = max(first, first_seen_token(self._group.retention, end))
+        return first >= min(end, named) or first >= first_seen_token(theirs.retention, named)
 
     def _unseen(self, first: int, end: int) -> int:
         """Tokens at the beginning of a block that no token after it sees: a writer may have
         forgotten them, and they are not brought."""
-        sinks, rest = seen_tokens(self._group.retention, end)
-        return 0 if first < sinks.stop else min(max(rest.start - first, 0), end - first - 1)
+        unseen = first_seen_token(self._group.retention, end) - first
+        return min(max(unseen, 0), end - first - 1)
 
     def _routed(self, phase: int, skipped: int, num_tokens: int) -> tuple[RowPiece, ...]:
         """The pieces of a row that begins `phase` tokens behind a common block boundary, less
@@ -195,13 +194,13 @@ def _pieces(
     """What a row takes from the writer's rows of one group, by row; places count from the start
     of either row. The writer's ids are two apart, so that no copy spans two of its rows."""
     mine, span = tokens.of(pair.source), pair.spans[0]
-    index = np.arange(mine.first // span, -(-mine.end // span))
+    index = np.arange(mine.first // span, ceil_div(mine.end, span))
     theirs = Blocks(NULL_SLABS + 2 * np.arange(len(index)), index)
     count = int(theirs.ids[-1]) + 1
     whole = pair.layouts[0]
     rows = replace(whole, num_slabs=count, nbytes=count * whole.slab_bytes)
     wide = replace(pair, layouts=(rows, pair.layouts[1]))
-    copies = wide.copies(theirs, ours, tokens, exact=True)
+    copies = wide.copies(theirs, ours, tokens)
     strip, target = rows.footprints[pair.groups[0]].strips[0], pair.layouts[1]
     row = (copies.source - strip.offset) // strip.stride
     objects = writer.objects(pair.groups[0])

@@ -9,14 +9,12 @@ Everything that is not a verified row is a miss with a counted reason (`misses`)
 
 import logging
 from collections.abc import Sequence
-from functools import cached_property
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from time import monotonic
 
 import numpy as np
 
 from kvstow.blocks.prompt import Prompt
-from kvstow.observe import Reasons
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.remote.calls import Breaker, Calls, Tallies
 from kvstow.offload.remote.clients.base import Blob, BlobClient, StoreUnreachable
@@ -24,7 +22,6 @@ from kvstow.offload.remote.collect import Quota, last_usage
 from kvstow.offload.remote.directory import Directory, WriterLayout
 from kvstow.offload.remote.fetch import LOTS, Fetcher
 from kvstow.offload.remote.lookup import LookUps, Parts
-from kvstow.offload.remote.prices import PrefillRate
 from kvstow.offload.remote.url import RemoteOptions, opened
 from kvstow.offload.remote.writes import WriteAdmission, WriteQueue
 from kvstow.offload.tier import (
@@ -32,17 +29,16 @@ from kvstow.offload.tier import (
     Bytes,
     Counter,
     Counts,
-    Tier,
+    Reasons,
     Usage,
     checked_keys,
     checked_rows,
-    chosen,
     known_identity,
     note_unverified,
 )
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
-from kvstow.plan.retention import Encoder, State
+from kvstow.threads import guarded_thread
 
 log = logging.getLogger("kvstow.offload")
 
@@ -101,6 +97,8 @@ class RemoteTier:
         self._quota = Quota(self.options)
         self._counter = Counter()
         self._published = float("-inf")
+        self._has_answered = False
+        """Whether the store has told its writers, or taken ours, since the tier was opened."""
         self._publishing = Lock()
         self.writes = WriteQueue(
             self.client,
@@ -111,10 +109,13 @@ class RemoteTier:
             done=self._give_back,
             refusal=self._quota.refusal,
         )
-        self.prefill_rate = PrefillRate(self.options.prefill)
         self._closing = Event()
         self.refresh()
-        self._thread = Thread(target=self._keep_looking, name="kvstow-remote-look", daemon=True)
+        self._thread = guarded_thread(
+            "kvstow-remote-look",
+            self._keep_looking,
+            on_broken=lambda _: self._counter.add(Counts(failures=1)),
+        )
         self._thread.start()
 
     # ── who else writes ───────────────────────────────────────────────────────────
@@ -134,6 +135,7 @@ class RemoteTier:
 
     def _read_directory(self) -> None:
         self._directory.refresh()
+        self._has_answered = True
         if self._quota.is_limited:
             self._quota.use(last_usage(self.client))
 
@@ -148,6 +150,7 @@ class RemoteTier:
             if monotonic() - self._published < REFRESH_SECONDS:
                 return
             self._directory.publish(self._own)
+            self._has_answered = True
             self._published = monotonic()
         self._look_ups.use_directory()
 
@@ -183,7 +186,7 @@ class RemoteTier:
     def _where(
         self, group: int, keys: Sequence[bytes], *, to_fetch: bool = False
     ) -> list[Parts | None]:
-        if self.breaker.is_open:
+        if self.breaker.is_open or not self._has_answered:
             self.misses.add("unreachable", len(keys))
             return [None] * len(keys)
         ask = self._look_ups.to_fetch if to_fetch else self._look_ups.look_up
@@ -191,25 +194,6 @@ class RemoteTier:
         lost = [self._name(group, key) for key, parts in zip(keys, found, strict=True) if not parts]
         self.writes.forget(lost)  # a row that was collected is sent again
         return found
-
-    def worth_loading(self, group: int, found: Bools) -> Bools:
-        """The rows that were found, or none of them where computing their tokens takes less time
-        than loading them, with what belongs to the same tokens in other groups."""
-        num_rows = int(found.sum())
-        tokens = num_rows * self.layout.groups[group].group.block_tokens
-        seconds = self._fetcher.rate.seconds(int(tokens * self._bytes_per_token))
-        if not num_rows or seconds <= self.prefill_rate.seconds(tokens):
-            return found
-        self.misses.add("price", num_rows)
-        return np.zeros_like(found)
-
-    @cached_property
-    def _bytes_per_token(self) -> float:
-        return sum(
-            self.layout.row_bytes(g) / rows.group.block_tokens
-            for g, rows in enumerate(self.layout.groups)
-            if not isinstance(rows.group.retention, State | Encoder)
-        )
 
     # ── rows ──────────────────────────────────────────────────────────────────────
 
@@ -358,15 +342,3 @@ class _Room:
         with self._lock:
             if any(memory.base is piece for piece in self._pieces):
                 self._free.append(memory)
-
-
-def loadable(tiers: Sequence[Tier], group: int, keys: Sequence[bytes]) -> Bools:
-    """Which rows are in some tier, and worth loading from there."""
-    found = np.zeros(len(keys), bool)
-    for tier in tiers:
-        if not found.all():
-            there = tier.contains(group, chosen(keys, ~found))
-            if isinstance(tier, RemoteTier):
-                there = tier.worth_loading(group, there)
-            found[~found] = there
-    return found

@@ -4,10 +4,9 @@
     redis://HOST:PORT/DB?prefix=NAME            rediss:// with TLS, &ca_file=… for an own authority
     mooncake://MASTER:PORT/PREFIX?metadata=http://HOST:PORT/metadata&protocol=tcp
 
-Options of every store: `tenant`, `budget` and `load` (seconds), `queue` (bytes), `prefill`
-(tokens per second), `max_bytes` and `tenant_bytes` (limits). Passwords are better kept out of URLs:
-S3 takes them from `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, Redis from a file named by
-`password_file`.
+Options of every store: `tenant`, `budget` and `load` (seconds), `queue` (bytes), `max_bytes` and
+`tenant_bytes` (limits). Passwords are better kept out of URLs: S3 takes them from
+`AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, Redis from a file named by `password_file`.
 """
 
 import re
@@ -39,9 +38,6 @@ class RemoteOptions:
     """Seconds that loading the rows of one batch may take."""
     queue: int = 256 << 20
     """Bytes that may wait to be written; more are dropped."""
-    prefill: float = 0.0
-    """Tokens that are computed in a second. Where it is given or measured, rows that would take
-    longer to load than to compute are not loaded."""
     max_bytes: int | None = None
     """The most that the whole store may hold, by the collector's last count."""
     tenant_bytes: int | None = None
@@ -63,7 +59,6 @@ _COMMON: dict[str, Callable[[str], object]] = {
     "budget": float,
     "load": float,
     "queue": parse_size,
-    "prefill": float,
     "max_bytes": parse_size,
     "tenant_bytes": parse_size,
 }

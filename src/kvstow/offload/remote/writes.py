@@ -6,7 +6,7 @@ what is there already is not sent again. What is refused, and why, is counted.
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from threading import Condition, Lock, Thread
@@ -18,11 +18,9 @@ from kvstow.offload.remote.clients.base import (
     THERE,
     Blob,
     BlobClient,
-    Listing,
     StoreFull,
     StoreUnreachable,
 )
-from kvstow.offload.remote.renewal import COLLECTING, promised
 
 log = logging.getLogger("kvstow.offload")
 
@@ -182,7 +180,7 @@ class WriteQueue:
             try:
                 self._write(batch)
             except StoreUnreachable as error:
-                self._breaker.trip(str(error))
+                self._breaker.failed(str(error))
                 with self._lock:
                     self._dropped["unreachable"] += len(batch)
             except StoreFull as error:
@@ -208,40 +206,27 @@ class WriteQueue:
         if self._breaker.is_open:
             raise StoreUnreachable(self._breaker.reason)
         self._before()
-        ages = self._ages([blob.name for blob in batch])
-        new = [blob for blob in batch if blob.name not in ages]
+        present = self._present([blob.name for blob in batch])
+        new = [blob for blob in batch if blob.name not in present]
         refused = self._client.put(new) if new else {}
-        met = [name for name, reason in refused.items() if reason == THERE]
-        ages |= dict.fromkeys(met, float("inf")) | self._ages(met)
+        self._breaker.succeeded()
         lost = {name: reason for name, reason in refused.items() if reason != THERE}
-        lost |= dict.fromkeys(self._not_promised(batch, ages), COLLECTING)
         for reason, count in Counter(lost.values()).items():
             self.drop(reason, f"{reason} for {count} of {len(batch)} rows", count)
         with self._lock:
             _note(self._recent, [blob.name for blob in batch if blob.name not in lost])
         self._written([blob for blob in new if blob.name not in refused])
 
-    def _ages(self, names: Sequence[str]) -> dict[str, float]:
-        """How old the objects are that are there already, 0 where nobody removes them by age.
-        Those that were absent lately are not asked for: to send one in vain does no harm."""
+    def _present(self, names: Sequence[str]) -> set[str]:
+        """Which objects are there already. Those that were absent lately are not asked for: to
+        send one in vain does no harm."""
         since = monotonic() - RECENT_SECONDS
         with self._lock:
-            asked = [name for name in names if self._absent.pop(name, float("-inf")) < since]
-        if not asked:
-            return {}
-        if isinstance(self._client, Listing):
-            ages = self._client.ages(asked)
-        else:
-            there: list[bool] = self._client.exists(asked).tolist()
-            ages = [0.0 if is_there else None for is_there in there]
-        return {name: age for name, age in zip(asked, ages, strict=True) if age is not None}
-
-    def _not_promised(self, batch: Sequence[Blob], ages: Mapping[str, float]) -> set[str]:
-        """Of objects that were there, the names of those that a collector may be removing."""
-        found = [blob for blob in batch if blob.name in ages]
-        if not found or not isinstance(self._client, Listing):
+            names = [name for name in names if self._absent.pop(name, float("-inf")) < since]
+        if not names:
             return set()
-        return {blob.name for blob in found} - promised(self._client, found, ages)
+        there: list[bool] = self._client.exists(names).tolist()
+        return {name for name, is_there in zip(names, there, strict=True) if is_there}
 
     def _done(self, batch: Sequence[Blob]) -> None:
         self._after(batch)

@@ -50,16 +50,21 @@ def catalogue() -> tuple[str, ...]:
 
 
 def is_known(name: str) -> bool:
-    """Whether a model has that name or alias."""
-    return _plain(name) in _aliases()
+    """Whether a model has that name or alias, with or without `-FP8` behind it."""
+    return _plain(name).removesuffix("-fp8") in _aliases()
 
 
 def entry(name: str) -> tuple[str, dict[str, object]]:
     """Canonical name and facts of a model by name or alias.
 
-    Case does not matter, nor does an organisation in front (`org/name`).
+    Case does not matter, nor does an organisation in front (`org/name`). With `-FP8` behind it, the
+    weights are fp8 and the cache is what it was.
     """
     key = _aliases().get(_plain(name))
+    base = _aliases().get(_plain(name).removesuffix("-fp8"))
+    if key is None and base is not None:
+        quantised = {"quantization_config": {"quant_method": "fp8"}}
+        return base, entries()[base]["config"] | quantised
     if key is None:
         close = close_names(name)
         raise ModelError(
@@ -85,6 +90,12 @@ def published(name: str) -> Published:
     """What is published about a model by its canonical name; empty for any other."""
     known = entries().get(name)
     return Published() if known is None else known["published"]
+
+
+def source_of(name: str) -> str:
+    """Where the facts of a model were read, by its canonical name; empty for any other."""
+    known = entries().get(name)
+    return "" if known is None else known["source"]
 
 
 def matching(words: Iterable[str]) -> tuple[str, ...]:

@@ -211,7 +211,7 @@ def _from_facts(name: str, facts: object) -> Config:
     if not isinstance(facts, Mapping):
         raise ModelError(f"{name}: a configuration is an object, not {type(facts).__name__}")
     merged = dict(cast(Mapping[str, object], facts))
-    if "kvstow" in merged and "groups" in merged:
+    if "kvstow" in merged and "layout" in merged:
         raise ModelError(
             f"{name}: a layout's manifest, not a model's configuration\n\n"
             "hint: kvstow check and kvstow route take manifests"

@@ -35,6 +35,7 @@ from kvstow.plan.models.serving import (
 from kvstow.plan.models.windows import layer_types, retentions
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Field, LayerSpec
+from kvstow.plan.view import align_up, ceil_div
 
 _LATENT_SCALE_GROUP = 128
 
@@ -185,8 +186,8 @@ def _v4_layer(
 
 
 def _v4_latent_fields(head_dim: int, rope_dim: int) -> tuple[Field, ...]:
-    groups = -(-(head_dim - rope_dim) // _SCALE_GROUP)
-    scales = -(-groups // _SCALE_BYTES_MULTIPLE) * _SCALE_BYTES_MULTIPLE
+    groups = ceil_div(head_dim - rope_dim, _SCALE_GROUP)
+    scales = align_up(groups, _SCALE_BYTES_MULTIPLE)
     return (
         content("latent", DType.FLOAT8_E4M3, head_dim - rope_dim),
         content("rope", DType.BFLOAT16, rope_dim),

@@ -123,9 +123,18 @@ class ServingOptions:
 
     def notes(self, config: Config) -> tuple[str, ...]:
         """What is assumed about element types."""
-        if self.keeps_own_dtype and not config.present(*_DTYPE):
-            return (f"no dtype in the configuration: planned as {own_dtype(config)}",)
-        return ()
+        if not self.keeps_own_dtype:
+            return ()
+        notes: tuple[str, ...] = ()
+        if not config.present(*_DTYPE):
+            notes = (f"no dtype in the configuration: planned as {own_dtype(config)}",)
+        named = _quantised_cache(config)
+        if named:
+            notes += (
+                f"the checkpoint names a quantised cache ({named}): planned as "
+                f"{own_dtype(config)}; with kv_dtype fp8 it takes half",
+            )
+        return notes
 
     def recurrence(self, config: Config) -> Recurrence:
         """How recurrent states are stored: in the model's dtype, whatever the kv dtype is.
@@ -140,6 +149,14 @@ class ServingOptions:
             conv_dtype=own,
             state_dtype=own if key is None else _dtype(config, key, own),
         )
+
+
+def _quantised_cache(config: Config) -> str:
+    """The key by which a checkpoint says that its cache is narrower; empty where it does not."""
+    if "quantization_config" not in config:
+        return ""
+    quantised = config.inner("quantization_config")
+    return quantised.present("kv_cache_scheme", "kv_cache_quant_algo") or ""
 
 
 @dataclass(frozen=True, slots=True)

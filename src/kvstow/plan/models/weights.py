@@ -23,10 +23,10 @@ from fractions import Fraction
 from pathlib import Path
 
 from kvstow.errors import ModelError
-from kvstow.plan.checkpoint import WEIGHTS
 from kvstow.plan.models.catalogue import published
 from kvstow.plan.models.config import Config, Source, load_model
-from kvstow.plan.models.serving import own_dtype
+from kvstow.plan.models.serving import element, own_dtype
+from kvstow.plan.weight_files import weight_files
 
 _NOT_GATED = frozenset(
     ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi")
@@ -47,9 +47,15 @@ _NOT_COUNTED = (
 _QUANTISED = {
     "fp8": Fraction(1),
     "fbgemm_fp8": Fraction(1),
+    "int8": Fraction(1),
+    "int4": Fraction(17, 32),
     "mxfp4": Fraction(17, 32),  # 4 bits, and 8 for the scale of 32
+    "nvfp4": Fraction(9, 16),  # 4 bits, and 8 for the scale of 16
 }
-"""Bytes per parameter of the layers, by `quant_method`."""
+"""Bytes per parameter of the layers, by `quant_method` or as people say it."""
+
+_DRAFT = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Keys of layers for speculative decoding: loaded only by engines that are told to use them."""
 
 _SCALES = Fraction(1, 32)
 """Bytes per parameter of the scales, where a few bits have one: 4 for each 128."""
@@ -63,34 +69,50 @@ class Weights:
     how: str
 
 
-def model_weights(model: Source) -> Weights:
-    """The bytes of a model's weights.
+def model_weights(model: Source, dtype: str | None = None) -> Weights:
+    """The bytes of a model's weights; with a `dtype`, of its layers in that one.
 
     Raises ModelError where neither files, configuration nor catalogue tell them.
     """
-    nbytes = _file_bytes(model)
+    nbytes = 0 if dtype else _file_bytes(model)
     if nbytes:
         return Weights(nbytes=nbytes, how="the size of the weight files")
     config = load_model(model)
     own = Fraction(own_dtype(config).bits, 8)
+    each, how = (
+        (weight_bytes(dtype), f", layers in {dtype}") if dtype else _layer_bytes(config, own)
+    )
     try:
         layers, embeddings = parameters(config)
     except ModelError as error:
         why = str(error).partition("\n")[0].removeprefix(f"{config.name}: ")
     else:
-        each, how = _layer_bytes(config, own)
-        nbytes = round(layers * each + embeddings * own)
-        return Weights(
-            nbytes=nbytes, how=f"{_spoken(layers + embeddings)} counted from config{how}"
-        )
+        vision = _vision(config)
+        how += f", {_spoken(vision)} of them in its vision tower" if vision else ""
+        how += ", draft layers left out" if any(config.facts.get(key) for key in _DRAFT) else ""
+        nbytes = round(layers * each + (embeddings + vision) * own)
+        count = _spoken(layers + embeddings + vision)
+        return Weights(nbytes=nbytes, how=f"{count} counted from config{how}")
     known = published(config.name)
     if "parameters" not in known:
         raise config.error(
             f"the size of the weights is not known: no weight files, and {why}",
             "say --weights-bytes SIZE",
         )
-    nbytes = known.get("weights_bytes") or round(known["parameters"] * own)
-    return Weights(nbytes=nbytes, how=f"{_spoken(known['parameters'])} as published")
+    nbytes = 0 if dtype else known.get("weights_bytes", 0)
+    nbytes = nbytes or round(known["parameters"] * each)
+    return Weights(nbytes=nbytes, how=f"{_spoken(known['parameters'])} as published{how}")
+
+
+def weight_bytes(dtype: str) -> Fraction:
+    """Bytes per parameter of layers in that dtype, scales included. Raises ModelError for none."""
+    if dtype in _QUANTISED:
+        return _QUANTISED[dtype]
+    own = element(dtype)
+    if own is None:
+        known = ", ".join(("bfloat16", "float16", "float32", *_QUANTISED))
+        raise ModelError(f"unknown dtype of weights {dtype!r}\n\nhint: one of {known}")
+    return Fraction(own.bits, 8)
 
 
 def parameters(config: Config) -> tuple[int, int]:
@@ -158,11 +180,30 @@ def _layer_bytes(config: Config, own: Fraction) -> tuple[Fraction, str]:
             bits = 4 if quantised.flag("load_in_4bit", default=False) else 8
         case "compressed-tensors":
             bits = _widest(quantised.inner("config_groups"))
+        case "modelopt":
+            method = quantised.text("quant_algo", "").lower()
+            if method not in _QUANTISED:
+                return own, f", quantisation {method!r} left out"
+            return _QUANTISED[method], ""
         case _ if method in _QUANTISED:
             return _QUANTISED[method], ""
         case _:
             return own, f", quantisation {method!r} left out"
     return Fraction(bits, 8) + _SCALES, ""
+
+
+def _vision(config: Config) -> int:
+    """Parameters of a vision tower's layers: attention and a feed-forward, gated or not."""
+    if "vision_config" not in config:
+        return 0
+    vision = config.inner("vision_config")
+    try:
+        width = vision.count("hidden_size", "embed_dim")
+        inner = vision.count("intermediate_size", default=4 * width)
+        depth = vision.count("num_hidden_layers", "depth")
+    except ModelError:
+        return 0
+    return depth * (4 * width + 3 * inner) * width
 
 
 def _widest(groups: Config) -> int:
@@ -181,12 +222,9 @@ def _file_bytes(model: Source) -> int:
     folder = Path(model).expanduser()
     folder = folder.parent if folder.name == "config.json" else folder
     try:
-        for pattern in WEIGHTS:
-            if files := sorted(folder.glob(pattern)):
-                return sum(file.stat().st_size for file in files)
+        return sum(file.stat().st_size for file in weight_files(folder))
     except (OSError, ValueError):
-        pass
-    return 0
+        return 0
 
 
 def _spoken(count: int) -> str:

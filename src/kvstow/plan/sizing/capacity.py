@@ -9,6 +9,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.view import ceil_div
 
 PREFILL_TOKENS = 2048
 """Tokens computed in one step while a prompt is read: one request at a time does so."""
@@ -47,14 +48,24 @@ def bytes_per_token(layout: Layout) -> Fraction:
 
 def slabs_needed(layout: Layout, num_requests: int, num_tokens: int) -> int:
     """Slabs that so many requests take at once, one of them in the middle of its prefill."""
+    return _slabs(layout, num_requests, *_steady_and_busiest(layout, num_tokens))
+
+
+def _steady_and_busiest(layout: Layout, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows per group of a request that decodes, and of one in the middle of its prefill."""
     steady = request_rows(layout, num_tokens)
-    busiest = request_rows(layout, num_tokens, in_flight=PREFILL_TOKENS)
+    return steady, request_rows(layout, num_tokens, in_flight=PREFILL_TOKENS)
+
+
+def _slabs(
+    layout: Layout, num_requests: int, steady: tuple[int, ...], busiest: tuple[int, ...]
+) -> int:
     most = 0
     for sharing in layout.sharing:
         slabs = 0
         for g in sharing:
             rows = (num_requests - 1) * steady[g] + busiest[g]
-            slabs += -(-rows // layout.groups[g].rows_per_slab)
+            slabs += ceil_div(rows, layout.groups[g].rows_per_slab)
         most = max(most, slabs)
     return most
 
@@ -64,9 +75,21 @@ def fits(layout: Layout, num_requests: int, num_tokens: int) -> bool:
     return slabs_needed(layout, num_requests, num_tokens) <= layout.num_slabs - NULL_SLABS
 
 
+def concurrency(layout: Layout, num_tokens: int) -> float:
+    """How many requests of `num_tokens` fit, were slabs divisible: as vLLM counts it."""
+    rows = request_rows(layout, num_tokens)
+    shares = [
+        sum(Fraction(rows[g], layout.groups[g].rows_per_slab) for g in sharing)
+        for sharing in layout.sharing
+    ]
+    return float((layout.num_slabs - NULL_SLABS) / max(shares))
+
+
 def max_requests(layout: Layout, num_tokens: int) -> int:
     """The most requests of `num_tokens` that fit at once."""
-    return _last(lambda k: fits(layout, k, num_tokens), _all_rows(layout))
+    rows = _steady_and_busiest(layout, num_tokens)
+    free = layout.num_slabs - NULL_SLABS
+    return _last(lambda k: _slabs(layout, k, *rows) <= free, _all_rows(layout))
 
 
 def max_tokens(layout: Layout) -> int | None:

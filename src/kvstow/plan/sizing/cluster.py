@@ -1,28 +1,28 @@
 """How many requests fit on GPUs, and which GPUs a load needs: weights and cache together.
 
-    usable    = memory of a GPU × utilisation; the rest is for activations, graphs, the driver
+    usable    = what the engine leaves of a GPU to weights and cache
     weights   = bytes of all weights × layers of the stage / all layers / tp: an estimate
     cache     = usable - weights, on each rank; the plan of that memory tells what fits
     requests  = those that fit on the fullest rank, times dp
 
 A request lives on all ranks of a replica at once, so the fullest rank limits. Tensor-parallel
-ranks of one stage hold equally much, so one of them is planned.
+ranks of one stage hold equally much, so one of them is planned. Data-parallel attention and
+expert parallelism are not searched: `dp` are whole replicas.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
 
 from kvstow.errors import KvstowError, PlanError
-from kvstow.plan.deployment import Deployment, RankLayers
 from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.retention import State
-from kvstow.plan.sizing.capacity import max_requests, request_bytes, slabs_needed
+from kvstow.plan.sizing.capacity import concurrency, max_requests, request_bytes, slabs_needed
+from kvstow.plan.sizing.plan import Deployment, RankLayers
+from kvstow.plan.view import ceil_div
 from kvstow.plan.words import parse_size
-
-UTILISATION = 0.9
-"""The part of a GPU's memory that weights and cache may take."""
 
 GPUS: dict[str, int] = {
     name: mebibytes << 20
@@ -43,6 +43,9 @@ GPUS: dict[str, int] = {
         ("l4", 23034),
         ("l40s", 46068),
         ("mi300x", 196592),
+        ("mi325x", 262128),
+        ("mi355x", 294896),
+        ("rtx-3090", 24576),
         ("rtx-4090", 24564),
         ("rtx-5090", 32607),
         ("rtx-pro-6000", 97887),
@@ -64,25 +67,38 @@ PP = (1, 2, 4, 8)
 """What is tried when the smallest cluster is searched."""
 
 
-def gpu_bytes(text: str) -> int:
-    """The memory of a GPU by its name, or of one that has that size."""
-    name = text.strip().lower()
-    if name in GPUS:
-        return GPUS[name]
-    if not name[:1].isdigit():
-        close = get_close_matches(name, GPUS, n=3, cutoff=0.5)
-        raise PlanError(
-            f"{text!r} is not a known GPU\n\nhint: "
-            + (f"did you mean {', '.join(close)}? " if close else f"one of {', '.join(GPUS)}, ")
-            + "or its memory, such as 80GiB"
-        )
-    nbytes = parse_size(text)
-    if nbytes < LEAST_BYTES:
-        raise PlanError(
-            f"a GPU of {text!r} has {nbytes:,} bytes, fewer than {LEAST_BYTES:,}\n\n"
-            "hint: give the unit too, such as 80GiB"
-        )
-    return nbytes
+SPELLINGS = {"a100": "a100-80", "h100-80": "h100", "a100-sxm4-80": "a100-80", "rtx-a6000": "a6000"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as somebody called it, and its memory."""
+
+    name: str
+    nbytes: int
+
+    @staticmethod
+    def parse(text: str) -> "Gpu":
+        """`h100`, `A100 80GB`, `RTX 3090` …, or one that has that memory, such as `80GiB`."""
+        name = re.sub(r"[ _]+", "-", text.strip().lower()).removeprefix("nvidia-")
+        name = re.sub(r"^(geforce-)?rtx-?(?=\d)", "rtx-", name)
+        for each in (name, name.removesuffix("gb"), SPELLINGS.get(name.removesuffix("gb"), "")):
+            if each in GPUS:
+                return Gpu(each, GPUS[each])
+        if not name[:1].isdigit():
+            close = get_close_matches(name, GPUS, n=3, cutoff=0.5)
+            raise PlanError(
+                f"{text!r} is not a known GPU\n\nhint: "
+                + (f"did you mean {', '.join(close)}? " if close else f"one of {', '.join(GPUS)}, ")
+                + "or its memory, such as 80GiB"
+            )
+        nbytes = parse_size(text)
+        if nbytes < LEAST_BYTES:
+            raise PlanError(
+                f"a GPU of {text!r} has {nbytes:,} bytes, fewer than {LEAST_BYTES:,}\n\n"
+                "hint: give the unit too, such as 80GiB"
+            )
+        return Gpu(text.strip(), nbytes)
 
 
 # ── how many requests fit ─────────────────────────────────────────────────────────────
@@ -106,6 +122,8 @@ class StageSize(StageNeed):
     """The same on GPUs, and how many requests fit."""
 
     requests: int
+    concurrency: float
+    """The same with decimals, were memory divisible; 0 where nothing fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +148,11 @@ class Sizing:
         return min(self.stages, key=lambda stage: stage.requests)
 
     @property
+    def concurrency(self) -> float:
+        """Requests with decimals on all replicas, as vLLM's log says it."""
+        return self.dp * min(stage.concurrency for stage in self.stages)
+
+    @property
     def max_requests(self) -> int:
         """Requests that fit at once on all replicas together."""
         return self.dp * self.limiting.requests
@@ -138,20 +161,18 @@ class Sizing:
 def sized(
     deployment: Deployment,
     *,
-    gpu: int,
+    usable: int,
     weights: int,
     tokens: int,
     dp: int = 1,
-    utilisation: float = UTILISATION,
 ) -> Sizing:
-    """How many requests of `tokens` fit on GPUs of `gpu` bytes beside `weights` bytes of weights.
+    """How many requests of `tokens` fit into `usable` bytes per GPU beside all the weights.
 
     A rank whose weights do not fit, or leave no room for two slabs, holds 0 requests.
     Raises ModelError for a model that cannot be split so.
     """
-    usable = int(gpu * utilisation)
     deployment = replace(deployment, memory=None, num_slabs=2)
-    held = [deployment.on_rank(stage * deployment.tp) for stage in range(deployment.pp)]
+    held = deployment.stages()
     stages = tuple(_stage(each, usable, weights, tokens) for each in held)
     return Sizing(
         deployment=deployment,
@@ -173,6 +194,7 @@ def _stage(held: RankLayers, usable: int, weights: int, tokens: int) -> StageSiz
         cache_bytes=usable - share,
         request_bytes=request_bytes(layout or held.layout(), tokens),
         requests=0 if layout is None else max_requests(layout, tokens),
+        concurrency=0.0 if layout is None else concurrency(layout, tokens),
     )
 
 
@@ -180,16 +202,15 @@ def stage_weights(held: RankLayers, weights: int) -> int:
     """The bytes of weights on one rank, if layers and ranks have equal parts of them."""
     model = held.model
     share = Fraction(model.stage_layers, model.total_layers * held.deployment.tp)
-    return -(-weights * share.numerator // share.denominator)
+    return ceil_div(weights * share.numerator, share.denominator)
 
 
 def _in_memory(held: RankLayers, nbytes: int) -> Layout | None:
     """The layout in so many bytes; None where they are too few."""
     if nbytes <= 0:
         return None
-    deployment = replace(held.deployment, memory=nbytes, num_slabs=None)
     try:
-        return replace(held, deployment=deployment).layout()
+        return held.changed(memory=nbytes, num_slabs=None).layout()
     except PlanError:
         return None
 
@@ -211,8 +232,7 @@ def needed(
     """What every stage needs for so many requests of so many tokens at once."""
     deployment = replace(deployment, memory=None, num_slabs=2)
     found: list[StageNeed] = []
-    for stage in range(deployment.pp):
-        held = deployment.on_rank(stage * deployment.tp)
+    for held in deployment.stages():
         layout = _least(held, tokens, requests)
         found.append(
             StageNeed(
@@ -229,7 +249,7 @@ def needed(
 def _least(held: RankLayers, tokens: int, requests: int) -> Layout:
     """The layout with as many slabs as the requests need: rows per slab do not depend on it."""
     count = slabs_needed(held.layout(), requests, tokens) + NULL_SLABS
-    return replace(held, deployment=replace(held.deployment, num_slabs=count)).layout()
+    return held.changed(num_slabs=count).layout()
 
 
 # ── the smallest cluster ──────────────────────────────────────────────────────────────
@@ -238,17 +258,17 @@ def _least(held: RankLayers, tokens: int, requests: int) -> Layout:
 def clusters(
     deployment: Deployment,
     *,
-    gpu: int,
+    usable: Callable[[int], int],
     weights: int,
     tokens: int,
     requests: int,
     kv_dtypes: Sequence[str | None],
     tps: Iterable[int] = TP,
     pps: Iterable[int] = PP,
-    utilisation: float = UTILISATION,
 ) -> tuple[Sizing, ...]:
     """Every tp × pp × kv dtype that can be, with as many replicas as the load needs.
 
+    `usable` are the bytes of a GPU for weights and cache, by `tp`.
     The fewest GPUs come first; of equally many, the fewest stages, then the earliest kv
     dtype, then the fewest replicas. Empty where no split has room for one request.
     """
@@ -259,12 +279,10 @@ def clusters(
             for place, kv_dtype in enumerate(kv_dtypes):
                 split = replace(deployment, tp=tp, pp=pp, kv_dtype=kv_dtype)
                 try:
-                    one = sized(
-                        split, gpu=gpu, weights=weights, tokens=tokens, utilisation=utilisation
-                    )
+                    one = sized(split, usable=usable(tp), weights=weights, tokens=tokens)
                 except KvstowError:
                     continue
                 if one.max_requests:
-                    each = replace(one, dp=-(-requests // one.max_requests))
+                    each = replace(one, dp=ceil_div(requests, one.max_requests))
                     found.append(((each.num_gpus, pp, place, each.dp), each))
     return tuple(each for _, each in sorted(found, key=lambda pair: pair[0]))

@@ -1,14 +1,13 @@
 """The figures of a layout: what `kvstow plan`, `kvstow compare` and their pages show."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
-from kvstow.errors import ModelError, PlanError
-from kvstow.plan.deployment import USUAL_TOKENS, Deployment, RankLayers
+from kvstow.errors import PlanError
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout, Order, PlacedGroup, Placement
+from kvstow.plan.layout import Layout, Order, PlacedGroup
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.models.catalogue import entries
 from kvstow.plan.pack import Packing
@@ -20,19 +19,20 @@ from kvstow.plan.sizing.capacity import (
     max_tokens,
     request_bytes,
 )
+from kvstow.plan.sizing.plan import USUAL_TOKENS, Deployment, Plan, RankLayers
 
 LENGTHS = (1024, 8192, 32768, 131072)
 """Tokens per request for which sizes and concurrency are given."""
 
 
-def plan_figures(held: RankLayers, layout: Layout) -> dict[str, Any]:
-    """Every stable key of `kvstow plan --json`."""
-    asked = held.deployment
+def plan_figures(plan: Plan, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
+    """Every stable key of `kvstow plan --json`, for requests of so many tokens."""
+    held, layout, deployment = plan.held, plan.layout, plan.deployment
     names = [rows.group.name for rows in layout.groups]
     return {
         "model": layout.model,
-        "tp": asked.tp,
-        "pp": asked.pp,
+        "tp": deployment.tp,
+        "pp": deployment.pp,
         "rank": held.rank,
         "block_tokens": held.block_tokens,
         "kv_dtype": held.kv_dtype,
@@ -48,29 +48,29 @@ def plan_figures(held: RankLayers, layout: Layout) -> dict[str, Any]:
             "bytes_per_block": {name: layout.row_bytes(g) for g, name in enumerate(names)},
         },
         "separate": per_layer_figures(held.groups),
-        "request": _request(layout),
-        "capacity": _capacity(held, layout),
+        "request": _request(layout, lengths),
+        "capacity": _capacity(plan, lengths),
         "fingerprint": fingerprint(layout),
+        "notes": list(plan.notes),
     }
 
 
 def compared_figures(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any]:
     """One line of `kvstow compare --json`: a layout's figures, or the reason why there is none."""
-    asked = replace(held.deployment, packing=packing)
-    chosen: dict[str, Any] = {
-        "tp": asked.tp,
+    choice: dict[str, Any] = {
+        "tp": held.deployment.tp,
         "block_tokens": held.block_tokens,
         "kv_dtype": held.kv_dtype,
         "order": order,
         "packing": packing,
     }
     try:
-        layout = held.layout(order, packing)
+        plan = Plan.of(held.changed(order=order, packing=packing))
     except PlanError as error:
-        return chosen | {"error": str(error)}
+        return choice | {"error": str(error)}
+    layout = plan.layout
     names = [rows.group.name for rows in layout.groups]
-    stages = stage_layouts(replace(held, deployment=asked), layout).values()
-    return chosen | {
+    return choice | {
         "error": None,
         "slab_bytes": layout.slab_bytes,
         "num_slabs": layout.num_slabs,
@@ -78,7 +78,7 @@ def compared_figures(held: RankLayers, order: Order, packing: Packing) -> dict[s
         "padding": max(padding_fractions(layout)),
         "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
         "bytes_per_token": _plain(bytes_per_token(layout)),
-        "requests": {str(USUAL_TOKENS): min(requests_at(each, USUAL_TOKENS) for each in stages)},
+        "requests": {str(USUAL_TOKENS): plan.max_requests(tokens=USUAL_TOKENS)},
     }
 
 
@@ -202,73 +202,36 @@ def _group(layout: Layout, g: int, rows: PlacedGroup) -> dict[str, Any]:
         "placements": [
             {
                 "layer": layer.name,
-                "offset": place.offset,
+                "offset": page[0].offset,
                 "nbytes": layer.page_bytes,
-                "block_stride": place.block_stride,
-                "head_stride": place.head_stride,
-                "token_stride": place.token_stride,
-                **_further(place),
+                "block_stride": page[0].block_stride,
+                "sections": [asdict(place) for place in page],
             }
-            for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+            for layer, page in zip(rows.group.layers, rows.placements, strict=True)
         ],
     }
 
 
-def _further(place: Placement) -> dict[str, Any]:
-    """The sections after the first, where pages have several."""
-    if not place.further:
-        return {}
-    names = ("offset", "head_stride", "token_stride")
-    return {"further": [dict(zip(names, each, strict=True)) for each in place.further]}
-
-
-def _request(layout: Layout) -> dict[str, Any]:
+def _request(layout: Layout, lengths: Sequence[int]) -> dict[str, Any]:
     return {
         "fixed_bytes": fixed_bytes(layout),
         "bytes_per_token": _plain(bytes_per_token(layout)),
-        "at_tokens": {str(n): request_bytes(layout, n) for n in LENGTHS},
+        "at_tokens": {str(n): request_bytes(layout, n) for n in lengths},
     }
 
 
-def _capacity(held: RankLayers, layout: Layout) -> dict[str, Any]:
+def _capacity(plan: Plan, lengths: Sequence[int]) -> dict[str, Any]:
     """What fits on all ranks at once, and on this one by itself."""
-    stages = stage_layouts(held, layout)
-    longest = [max_tokens(each) if each else 0 for each in stages.values()]
-    usual = {rank: requests_at(each, USUAL_TOKENS) for rank, each in stages.items()}
+    longest = [max_tokens(each) for each in plan.stages]
     return {
         "tokens": min((n for n in longest if n is not None), default=None),
-        "requests": {
-            str(n): min(requests_at(each, n) for each in stages.values()) for n in LENGTHS
-        },
-        "limiting_rank": min(usual, key=lambda rank: usual[rank]),
+        "requests": {str(n): plan.max_requests(tokens=n) for n in lengths},
+        "limiting_rank": plan.limiting_rank,
         "this_rank": {
-            "tokens": max_tokens(layout),
-            "requests": {str(n): max_requests(layout, n) for n in LENGTHS},
+            "tokens": max_tokens(plan.layout),
+            "requests": {str(n): max_requests(plan.layout, n) for n in lengths},
         },
     }
-
-
-def stage_layouts(held: RankLayers, layout: Layout) -> dict[int, Layout | None]:
-    """A layout for every stage, by its first rank: `layout` for the stage of `held` itself.
-
-    None where a stage does not fit into the memory; stages that keep nothing are left out.
-    """
-    asked = held.deployment
-    found: dict[int, Layout | None] = {}
-    for rank in range(0, asked.num_ranks, asked.tp):
-        try:
-            same = rank == held.rank - held.rank % asked.tp
-            found[rank] = layout if same else asked.on_rank(rank).layout(layout.order)
-        except ModelError:
-            continue
-        except PlanError:
-            found[rank] = None
-    return found
-
-
-def requests_at(layout: Layout | None, tokens: int) -> int:
-    """Requests of so many tokens that fit at once; 0 where there is no layout."""
-    return 0 if layout is None else max_requests(layout, tokens)
 
 
 def _plain(number: Fraction) -> int | float:

@@ -102,8 +102,15 @@ function redrawn(node, draw) {
   };
 }
 
-const table = (columns, rows, options = {}) =>
-  el(
+/** Says of a table that it is wider than the screen. */
+const wide = new ResizeObserver((entries) =>
+  entries.forEach(({ target }) =>
+    target.classList.toggle("wide", target.scrollWidth > target.clientWidth + 1),
+  ),
+);
+
+const table = (columns, rows, options = {}) => {
+  const node = el(
     "div",
     {
       class: "scroll",
@@ -111,10 +118,10 @@ const table = (columns, rows, options = {}) =>
       role: "region",
       "aria-label": options.caption ?? columns.join(", "),
     },
+    options.caption ? el("div", { class: "caption" }, options.caption) : null,
     el(
       "table",
       {},
-      options.caption ? el("caption", {}, options.caption) : null,
       el(
         "thead",
         {},
@@ -145,6 +152,9 @@ const table = (columns, rows, options = {}) =>
       ),
     ),
   );
+  wide.observe(node);
+  return node;
+};
 
 /** The page's own switch between light and dark; starts with what the system says. */
 function themeButton(after) {

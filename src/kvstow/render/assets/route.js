@@ -203,7 +203,7 @@ function show() {
 hatch();
 const { cost } = data;
 const milliseconds = (seconds) => `${Number((1e3 * seconds).toPrecision(3))} ms`;
-const quickest = Math.min(cost.link.seconds, ...cost.cheapest.map(({ seconds }) => seconds));
+const quickest = Math.min(cost.seconds, ...cost.cheapest.map(({ seconds }) => seconds));
 const winner = cost.cheapest.find((best) => best.seconds === quickest);
 
 mount(
@@ -233,16 +233,13 @@ mount(
     tile(human(cost.min_move_bytes), "the smallest copy"),
     tile(human(cost.max_move_bytes), "the largest copy"),
     tile(
-      `about ${seconds(cost.link.seconds)}`,
-      `for ${count(cost.request.tokens)} tokens on ${cost.link.name}: ${count(cost.request.moves)} copies, ${human(cost.request.bytes)}`,
+      `about ${seconds(cost.seconds)}`,
+      `for ${count(cost.request.tokens)} tokens on ${cost.link.name}, ${cost.way}: ${count(cost.request.moves)} copies, ${human(cost.request.bytes)}`,
     ),
-    ...cost.ways.agent
-      .filter(({ way }) => way !== "direct")
-      .map(({ way, why }) => tile(`about ${seconds(cost.ways[way].seconds)}`, `${way}: ${why}`)),
-    ...(quickest < cost.link.seconds
+    ...(quickest < cost.seconds
       ? [
           tile(
-            `${milliseconds(cost.link.seconds - quickest)} less`,
+            `${milliseconds(cost.seconds - quickest)} less`,
             `with ${winner.orders.join(" → ")}, ${fine(winner.moves_per_block)} copies per block`,
           ),
         ]
@@ -283,40 +280,29 @@ mount(
   ),
   el("h2", {}, "Ways"),
   table(
-    ["way", "descriptors", "bytes", "local copies", "time"],
-    ["direct", "rows", "gathered", "staged"].map((name) => {
-      const way = cost.ways[name];
-      return {
-        chosen: cost.ways.agent.some((choice) => choice.way === name),
-        cells: [
-          name,
-          count(way.moves),
-          human(way.bytes),
-          count((way.copies_here ?? 0) + (way.copies_at_source ?? 0)),
-          way.seconds === null ? "–" : milliseconds(way.seconds),
-        ],
-      };
-    }),
-    {
-      caption: `With rows in ${cost.ways.memory.kind} memory an agent takes ${cost.ways.agent.map(({ way, why }) => `${way} (${why})`).join("; ")}`,
-    },
+    ["way", "time"],
+    Object.entries(cost.ways).map(([way, time]) => ({
+      chosen: cost.way.split(" and ").includes(way),
+      cells: [way, milliseconds(time)],
+    })),
+    { caption: "The marked one is what an agent takes" },
   ),
-  el("h2", {}, "Fewer copies"),
+  el("h2", {}, "Other orders"),
   table(
     ["with another order", "saved", "time", "copies per block", "from", "to"],
     [
       {
-        chosen: quickest === cost.link.seconds,
+        chosen: quickest === cost.seconds,
         cells: [
           "as given",
           "",
-          milliseconds(cost.link.seconds),
+          milliseconds(cost.seconds),
           fine(cost.moves_per_block),
           ...cost.orders,
         ],
       },
       ...cost.cheapest.map((best) => ({
-        chosen: best.seconds === quickest && quickest < cost.link.seconds,
+        chosen: best.seconds === quickest && quickest < cost.seconds,
         cells: [
           { from: "at the source", to: "at the destination", both: "at both" }[best.change],
           best.saved_seconds > 0 ? milliseconds(best.saved_seconds) : "–",
@@ -326,7 +312,7 @@ mount(
         ],
       })),
     ],
-    { left: 1, caption: "The order with the fewest copies; the quickest is marked" },
+    { left: 1, caption: "The quickest order by the way that an agent takes; the quickest of all is marked" },
   ),
   el(
     "footer",
@@ -337,7 +323,7 @@ mount(
       el(
         "code",
         {},
-        `kvstow route ${cost.from} ${cost.to} --link ${cost.link.name} --rows-in ${cost.ways.memory.name} --tokens ${cost.request.tokens}`,
+        `kvstow route ${cost.from} ${cost.to} --link ${cost.link.name} --tokens ${cost.request.tokens}`,
       ),
     ),
     el("p", {}, `kvstow ${data.kvstow}`),

@@ -7,19 +7,34 @@ const requestsOf = (layout) => layout.requests[String(data.usual_tokens)];
 const copiesOf = (layout) => Math.max(...Object.values(layout.descriptors_per_block));
 const most = Math.max(1, ...fine.map(requestsOf));
 
+/** What all layouts have in common is said once, above the table. */
+const varies = (name) => new Set(data.layouts.map((layout) => layout[name])).size > 1;
+const SWEPT = [
+  ["tp", "tp", count],
+  ["block_tokens", "tokens per block", count],
+  ["kv_dtype", "kv dtype", String],
+];
+const common = SWEPT.filter(([name]) => !varies(name)).map(
+  ([name, words, text]) => `${words} ${text(data.layouts[0][name])}`,
+);
+
+/** The answer stands beside what it is an answer for: a narrow screen shows both. */
+const ANSWER = 2;
 const COLUMNS = [
   ["order", (line) => line.orders.join(" "), String],
   ["packing", (line) => line.packings.join(" "), String],
-  ["kv dtype", (layout) => layout.kv_dtype, String],
-  ["tp", (layout) => layout.tp, count],
-  ["tokens per block", (layout) => layout.block_tokens, count],
-  ["slab", (layout) => layout.slab_bytes, human],
-  ["padding", (layout) => layout.padding, percent],
-  ["copies per block", copiesOf, count],
   [`requests of ${count(data.usual_tokens)}`, requestsOf, count],
+  ...SWEPT.filter(([name]) => varies(name)).map(([name, words, text]) => [
+    words,
+    (layout) => layout[name],
+    text,
+  ]),
+  ["copies per block", copiesOf, count],
+  ["padding", (layout) => layout.padding, percent],
+  ["slab", (layout) => layout.slab_bytes, human],
 ];
 const shown = el("div", {});
-let sorting = { column: COLUMNS.length - 1, down: true };
+let sorting = { column: ANSWER, down: true };
 
 function sorted() {
   const [, value] = COLUMNS[sorting.column];
@@ -32,7 +47,7 @@ function sorted() {
 
 function cells(layout) {
   return COLUMNS.map(([, value, words], i) =>
-    i === COLUMNS.length - 1
+    i === ANSWER
       ? [
           words(value(layout)),
           el("span", { class: "meter", style: `width:${(100 * value(layout)) / most}%` }),
@@ -46,7 +61,7 @@ function show() {
     table(
       COLUMNS.map(([name]) => name),
       sorted().map((layout) => ({ chosen: layout.best, cells: cells(layout) })),
-      { left: 3, caption: "Padding and copies are those of the worst group; the best is marked" },
+      { left: 2, caption: "Padding and copies are those of the worst group; the best is marked" },
     ),
   );
 }
@@ -55,7 +70,7 @@ const chooser = el(
   "select",
   {
     onchange: (event) => {
-      sorting = { column: Number(event.target.value), down: Number(event.target.value) > 2 };
+      sorting = { column: Number(event.target.value), down: Number(event.target.value) > 1 };
       show();
     },
   },
@@ -82,14 +97,24 @@ mount(
       el(
         "p",
         { class: "soft" },
-        `pp ${data.pp}, rank ${data.rank}, ${counted(data.layouts.length, "layout")}; those that differ in nothing else are one line`,
+        [data.arena, `pp ${data.pp}`, `rank ${data.rank}`, ...common].join(", "),
       ),
     ),
     themeButton(() => {}),
   ),
-  el("p", {}, el("label", {}, "sorted by ", chooser)),
+  el(
+    "p",
+    {},
+    `${counted(data.layouts.length, "layout")}; those that differ in nothing but order and packing are one line, `,
+    el("label", {}, "sorted by ", chooser),
+  ),
   shown,
   ...[...reasons].map(([why, names]) => el("p", { class: "bad" }, `${why}: ${names.join("; ")}`)),
-  el("footer", {}, el("p", {}, `kvstow ${data.kvstow}`)),
+  el(
+    "footer",
+    {},
+    el("p", {}, el("code", {}, data.command)),
+    el("p", {}, `kvstow ${data.kvstow}`),
+  ),
 );
 show();

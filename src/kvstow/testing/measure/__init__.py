@@ -1,6 +1,5 @@
 """Measurements behind `kvstow bench`.
 
-- `serving`: the rates of an engine that serves the completions API
 - `transfer`: pulls against raw NIXL between two processes, as a document
 - `baseline`: the same bytes through NIXL alone
 - `producer`: the other process

@@ -15,7 +15,7 @@ from kvstow.testing.measure.setting import BLOCK_TOKENS, IDENTITY, Setting
 from kvstow.testing.measure.timed import TimedNixl
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.loop import Task
-from kvstow.transfer.tickets.generations import Generations
+from kvstow.transfer.tickets.owner import Generations
 from kvstow.transfer.tickets.ticket import Ticket
 
 

@@ -3,7 +3,6 @@
     raw         one contiguous buffer, posted to NIXL in one piece: the limit
     contiguous  the same bytes as packed rows in order, pulled by this library
     rows        … as scattered packed rows
-    one track   … read by the agent alone, where it would have had a second track
     sampled     … with a sample of the digest compared
     prepared    the same bytes as pieces of per-layer tensors, picked from prepared lists
     built       … from lists made for the request
@@ -19,23 +18,20 @@ prepared pieces; `baseline` says what each of them counts.
 import os
 import platform
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kvstow.route.ways import Way
 from kvstow.testing.measure.baseline import Baseline
 from kvstow.testing.measure.producer import Producer, producing
 from kvstow.testing.measure.setting import IDENTITY, Setting
 from kvstow.testing.measure.timed import TimedNixl
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.loop import SOON
-from kvstow.transfer.options import DigestPolicy, Options
-from kvstow.transfer.tickets.generations import Generations
+from kvstow.transfer.options import LONG_BYTES, DigestPolicy, Options, Way
+from kvstow.transfer.tickets.owner import Generations
 from kvstow.transfer.transport.base import Region
-from kvstow.transfer.transport.parallel import ENGINES, THREAD_NAME, ParallelTransport
 
 __all__ = ["Setting", "measured"]
 
@@ -68,14 +64,12 @@ class TransferRun:
         self.peer = self.agent.peers.at(producer.address, "")
         seconds = self._met()
         producer.offer("one")  # says how long NIXL has taken there, after it has here
-        engines = [self.transport, *self.transport.beside]
-        self.connect_ms = 1e3 * (sum(each.connecting for each in engines) + producer.connecting)
+        self.connect_ms = 1e3 * (self.transport.connecting + producer.connecting)
         self.contact_ms = 1e3 * seconds - self.connect_ms
         assert self.peer.path is not None
         self.path = self.peer.path
-        self.direction: Way = direction or self.path.direction
+        self.direction: Way = direction or self.path.way_of(LONG_BYTES)
         self.descriptors: dict[str, int] = {}
-        self.track_seconds = 0.0
 
     def _met(self) -> float:
         """Seconds from hello to a measured path."""
@@ -106,49 +100,22 @@ class TransferRun:
         pulls = len(self.agent.pulls)
         return self.peer.state, self.peer.heard_at, self.transport.starts, pulls
 
-    def pull(
-        self, order: str, digest: DigestPolicy, engines: int | None = None
-    ) -> tuple[float, float]:
-        """Seconds from pull to acceptance, and processor time of our own in them. What a
-        second track does besides is in `track_seconds`."""
-        self._use(engines or ENGINES)
+    def pull(self, order: str, digest: DigestPolicy) -> tuple[float, float]:
+        """Seconds from pull to acceptance, and processor time of our own in them."""
         ticket = self.producer.offer(order)
         setting = self.setting
         into = {0: setting.in_order() if order == "in-order" else setting.scattered(seed=2)}
-        beside = self._beside_seconds()
         started, busy = time.perf_counter(), time.thread_time()
         transfer = self.agent.pull(ticket, into=into, digest=digest, direction=self.direction)
         own = time.thread_time() - busy
         own += self._turn(lambda: transfer.done)
         seconds = time.perf_counter() - started
-        self.track_seconds = self._beside_seconds() - beside
         stats = transfer.wait(0)
         assert stats.nbytes == setting.nbytes
         self.descriptors[order] = stats.descriptors
         self._turn(lambda: transfer.quiet)
         self.agent.settle()
         return seconds, own
-
-    def _use(self, engines: int) -> None:
-        made = self.agent.endpoint.transport
-        if isinstance(made, ParallelTransport):
-            made.engines = engines
-
-    @property
-    def num_engines(self) -> int:
-        """Engines that read from the producer."""
-        assert self.peer.card is not None
-        return self.agent.endpoint.transport.num_engines(self.peer.card.engine)
-
-    def _beside_seconds(self) -> float:
-        """Processor time of other tracks so far, the engines' share left out."""
-        clocks = [
-            time.pthread_getcpuclockid(thread.ident)
-            for thread in threading.enumerate()
-            if thread.name == THREAD_NAME and thread.ident
-        ]
-        inside = sum(each.seconds for each in self.transport.beside)
-        return sum(time.clock_gettime(clock) for clock in clocks) - inside
 
     def threaded(self) -> TimedNixl:
         """A NIXL agent with threads of its own, connected to the same producer."""
@@ -195,10 +162,9 @@ class Times:
                 "prepared by threads": by_threads.prepared,
                 "built by threads": by_threads.built,
             }
-        names = (*self._alone, "contiguous", "rows", "one track", "sampled")
+        names = (*self._alone, "contiguous", "rows", "sampled")
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
         self.own: list[float] = []
-        self.track_own: list[float] = []
         self.producer_own: list[float] = []
 
     def repeat(self) -> None:
@@ -212,9 +178,7 @@ class Times:
             self.seconds[name].append(seconds)
             if name == "rows":
                 self.own.append(own)
-                self.track_own.append(run.track_seconds)
         self.producer_own.append(busy[1] - busy[0])
-        self.seconds["one track"].append(run.pull("scattered", "off", engines=1)[0])
         for name, move in self._alone.items():
             run.producer.offer("in-order", awake_seconds=10.0)
             self.seconds[name].append(move())
@@ -253,15 +217,12 @@ def _figures(run: TransferRun, times: Times) -> dict[str, Any]:
     )
     return {
         "ratio_to_raw": best["raw"] / best["rows"],
-        "ratio_to_raw_one_track": best["raw"] / best["one track"],
         "ratio_to_per_layer": best["prepared"] / best["rows"],
         "ratio_to_per_layer_built": best["built"] / best["rows"],
         "ratio_to_per_layer_by_threads": _over(best, "prepared by threads"),
         "ratio_to_per_layer_built_by_threads": _over(best, "built by threads"),
-        "tracks": run.num_engines,
         "engine_threads": ENGINE_THREADS,
         "overhead_us_per_pull": 1e6 * min(times.own[1:]),
-        "track_us_per_pull": 1e6 * min(times.track_own[1:]),
         "producer_us_per_pull": 1e6 * min(times.producer_own[1:]),
         "machine": machine(setting.device),
         "digest_sample_cost": typical["sampled"] / typical["rows"] - 1,
@@ -275,9 +236,9 @@ def _figures(run: TransferRun, times: Times) -> dict[str, Any]:
         "huge_page_bytes": run.arena.huge_page_bytes if setting.device == "cpu" else 0,
         "direction": run.direction,
         "probe": {
-            "read_rate": run.path.read_rate,
-            "write_rate": run.path.write_rate,
-            "staged_rate": run.path.staged_rate,
+            "read_rate": run.path.read.long,
+            "write_rate": run.path.write.long,
+            "slots_rate": run.path.slots,
         },
         "ucx_tls": os.environ.get("UCX_TLS", ""),
         "seconds": {name: each[1:] for name, each in times.seconds.items()},
@@ -295,7 +256,7 @@ def _descriptors(name: str, run: TransferRun) -> int:
             return 1
         case "contiguous":
             return run.descriptors["in-order"]
-        case "rows" | "one track" | "sampled":
+        case "rows" | "sampled":
             return run.descriptors["scattered"]
         case _:
             return 2 * run.setting.layers * run.setting.rows

@@ -11,12 +11,7 @@ from kvstow.transfer.channel.messages import AnyMessage
 
 
 class Line(Protocol):
-    """One conversation with another agent."""
-
-    @property
-    def session(self) -> int:
-        """What the answering side has drawn for this conversation; 0 before its answer."""
-        ...
+    """One conversation with another agent; equal to itself only."""
 
     @property
     def is_incoming(self) -> bool:

@@ -36,8 +36,8 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     `start` names one start of its process, `engine` the engine that it uses now.
     `base` is the arena's address; `tables` are addresses of the generations, per group;
-    `probe` is memory that anybody may write to, of the arena's kind; `stage` is host memory
-    that rows go through where they have no direct path.
+    `probe` is memory that anybody may write to, of the arena's kind; `stage` is host memory,
+    the slots that rows go through.
     """
 
     agent: Name
@@ -50,7 +50,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     device: Device
     tables: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     probe: RegionCard
-    stage: RegionCard | None
+    stage: RegionCard
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -60,21 +60,30 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The server's answer: from now on we may read and write each other's arena."""
+    """The server's answer: from now on we may read and write each other's arena.
+
+    `memory` is what a consumer needs to map the server's arena, or nothing, and `unmappable` why
+    not. `ticket_key` signs the server's tickets.
+    """
 
     card: Card
+    memory: Annotated[bytes, msgspec.Meta(max_length=4096)]
+    unmappable: Annotated[str, msgspec.Meta(max_length=64)]
+    ticket_key: Annotated[bytes, msgspec.Meta(min_length=16, max_length=64)]
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """No, with all reasons. `transfer` is 0 for a refused handshake."""
+    """No, with all reasons. `transfer` is 0 for a refused handshake. `is_early` where the ticket is
+    not known yet and may become so: the pull may come again."""
 
     transfer: int
     kind: FaultKind
     reasons: tuple[str, ...]
+    is_early: bool = False
 
 
-class Stranger(Message, frozen=True, tag="stranger"):
-    """The server does not know this session (it was restarted): say hello again."""
+class UnknownSession(Message, frozen=True, tag="unknown-session"):
+    """The server does not know this client (it was restarted): say hello again."""
 
 
 class Ids(msgspec.Struct, frozen=True, array_like=True):
@@ -120,8 +129,9 @@ class Begin(Message, frozen=True, tag="begin"):
     """A consumer starts to read what a ticket names, or asks the producer to write it.
 
     Without `claims` this source brings all that the consumer holds. The producer answers
-    with the digests of the samples when it has them. `slot_bytes` is not 0 where it shall
-    not write but stage, in pieces of that many bytes.
+    with the digests of the samples when it has them. A consumer that `is_mapped` copies by itself
+    and waits for no answer. `slot_bytes` is not 0 where it shall
+    not write but fill slots, of that many bytes.
     """
 
     transfer: int
@@ -131,6 +141,7 @@ class Begin(Message, frozen=True, tag="begin"):
     write: Write | None
     slot_bytes: int
     samples: tuple[Sample, ...]
+    is_mapped: bool = False
 
 
 class Begun(Message, frozen=True, tag="begun"):
@@ -170,21 +181,13 @@ class Failed(Message, frozen=True, tag="failed"):
     reason: str
 
 
-class Moved(Message, frozen=True, tag="moved"):
-    """What the consumer got of an accepted transfer, told before its end, for the producer's
-    counters. An agent that does not know this message drops it."""
-
-    transfer: int
-    nbytes: Address
-    descriptors: Address
-
-
 class End(Message, frozen=True, tag="end"):
-    """The consumer is done with a ticket: it has the bytes, or failed, or gave up."""
+    """The consumer is done with a ticket: it has the bytes, so many, or failed, or gave up."""
 
     transfer: int
     lease: int
     outcome: Literal["accepted", "failed", "aborted"]
+    nbytes: Address = 0
 
 
 class Stop(Message, frozen=True, tag="stop"):
@@ -219,23 +222,19 @@ class TellDigest(Message, frozen=True, tag="tell-digest"):
 
 
 class AskProbe(Message, frozen=True, tag="ask-probe"):
-    """Please write `nbytes` into my probe memory and say how long it took."""
+    """Please write `nbytes` into my probe memory and say how long it takes."""
 
     nbytes: int
 
 
 class TellProbe(Message, frozen=True, tag="tell-probe"):
-    """How long that took; negative if it failed."""
+    """How long that took in one piece, and in many short ones; negative if it failed."""
 
-    nbytes: int
-    seconds: float
+    seconds: tuple[float, float]
 
 
 class AskPrefix(Message, frozen=True, tag="ask-prefix"):
-    """Do you hold the beginning of a prompt? Its keys of 32 bytes, one after every `step` tokens.
-
-    An agent that does not know this message gives no answer.
-    """
+    """Do you hold the beginning of a prompt? Keys of 32 bytes, one after every `step` tokens."""
 
     question: Address
     identity: Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -243,28 +242,17 @@ class AskPrefix(Message, frozen=True, tag="ask-prefix"):
     keys: Annotated[bytes, msgspec.Meta(max_length=32 * MAX_ASKED_KEYS)]
 
 
-class TellPrefix(Message, frozen=True, tag="tell-prefix"):
-    """A ticket for the longest beginning that is held; empty where none is."""
-
-    question: Address
-    ticket: bytes
-
-
-class Why(Message, frozen=True, tag="why"):
-    """The reason for what comes next, a refused transfer or a question without a ticket, as a word
-    of the sender's. It is a message of its own because fields that an agent does not know make it
-    drop a message; of these it drops no more than the reason."""
-
-    number: Address
-    reason: Annotated[str, msgspec.Meta(max_length=64)]
-
-
-NOT_YET = "not yet"
-"""The reason for a ticket that is not known here, and may become so: the pull may come again."""
-
 MissReason = Literal["absent", "evicted", "step", "identity", "states", "busy", "error"]
 """Why a question got no ticket: nothing of it is held, or no longer; blocks are no multiple of the
 step; another computation asks; recurrent states are not lent; too many at once; a fault."""
+
+
+class TellPrefix(Message, frozen=True, tag="tell-prefix"):
+    """A ticket for the longest beginning that is held, or why there is none."""
+
+    question: Address
+    ticket: bytes
+    miss: MissReason | None = None
 
 
 class AskStatus(Message, frozen=True, tag="ask-status"):
@@ -281,14 +269,13 @@ AnyMessage = (
     Hello
     | Welcome
     | Refused
-    | Stranger
+    | UnknownSession
     | Begin
     | Begun
     | Written
     | Staged
     | Fetched
     | Failed
-    | Moved
     | End
     | Stop
     | Stopped
@@ -299,7 +286,6 @@ AnyMessage = (
     | TellProbe
     | AskPrefix
     | TellPrefix
-    | Why
     | AskStatus
     | TellStatus
 )

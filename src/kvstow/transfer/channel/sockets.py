@@ -10,7 +10,6 @@ from every connection in turn. A busy client waits; it cannot delay others.
 import logging
 import os
 from collections.abc import Iterator
-from random import Random, SystemRandom
 
 import zmq
 from zmq.utils import z85
@@ -20,7 +19,14 @@ from kvstow.errors import TransferError
 from kvstow.transfer.channel.address import check_dialled, check_listened, is_loopback
 from kvstow.transfer.channel.base import Line
 from kvstow.transfer.channel.curve import Keys, check_key
-from kvstow.transfer.channel.framing import MAX_FRAME, Clients, OnDrop, Session, answered
+from kvstow.transfer.channel.framing import (
+    MAX_FRAME,
+    Clients,
+    OnDrop,
+    Session,
+    encode,
+    heard_from_server,
+)
 from kvstow.transfer.channel.messages import AnyMessage, AskPrefix, AskStatus, Hello
 
 log = logging.getLogger(__name__)
@@ -44,9 +50,7 @@ Socket = zmq.Socket[bytes]
 class SocketChannel:
     """All sockets of one agent; used from one thread."""
 
-    def __init__(
-        self, listen: str, keys: Keys | None, on_drop: OnDrop, *, random: Random | None = None
-    ) -> None:
+    def __init__(self, listen: str, keys: Keys | None, on_drop: OnDrop) -> None:
         check_listened(listen)
         if keys is None and not is_loopback(listen):
             raise TransferError(
@@ -60,7 +64,7 @@ class SocketChannel:
         self._sockets: list[Socket] = []
         self._dialled: dict[Socket, Session] = {}
         self._socket_of: dict[Session, Socket] = {}
-        self._clients = Clients(self._reply, on_drop, random=random or SystemRandom())
+        self._clients = Clients(self._reply, on_drop)
         self._poller = zmq.Poller()
         self._wake = -1
         try:
@@ -86,7 +90,7 @@ class SocketChannel:
             raise TransferError(
                 f"{address} is on another machine, and its public key is not known\n\n"
                 f"hint: pass the key to connect(), pull with a ticket that carries it, or give "
-                f"kvstow peers a --keys-file",
+                f"kvstow status a --keys-file",
                 kind="refused",
                 peer=address,
             )
@@ -102,7 +106,7 @@ class SocketChannel:
             raise TransferError(
                 f"cannot dial {address}: {error}", kind="refused", peer=address
             ) from None
-        line = Session(0)
+        line = Session()
         self._dialled[socket] = line
         self._socket_of[line] = socket
         return line
@@ -118,7 +122,7 @@ class SocketChannel:
 
     def send(self, line: Line, message: AnyMessage) -> bool:
         assert isinstance(line, Session)
-        data = line.framed(message)
+        data = encode(message)
         if line.client is not None:
             return self._reply(line.client, data)
         socket = self._socket_of.get(line)
@@ -150,7 +154,7 @@ class SocketChannel:
         for parts in _received(self._socket_of[line]):
             if line not in self._socket_of:  # hung up meanwhile
                 return
-            message = answered(line, parts[-1], self._on_drop)
+            message = heard_from_server(parts[-1], self._on_drop)
             if message is not None:
                 yield line, message
 
@@ -162,7 +166,7 @@ class SocketChannel:
                 self._on_drop("body", f"{len(parts)} parts, not 2")
                 said = None
             else:
-                said = self._clients.said(parts[0], parts[1])
+                said = self._clients.heard(parts[0], parts[1])
             if said is not None:
                 cost += COST.get(type(said[1]), 1) - 1
                 yield said

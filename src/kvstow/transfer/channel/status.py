@@ -1,6 +1,6 @@
-"""How an agent is doing: a JSON document for `kvstow peers` and for dashboards.
+"""How an agent is doing: a JSON document for `kvstow status`.
 
-`Asker` asks for it; that needs no handshake and no arena. Whoever asks again and again gets
+`StatusClient` reads it, which needs no handshake and no arena. Whoever asks again and again gets
 the same document for a while.
 """
 
@@ -17,6 +17,7 @@ from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.framing import DropReason
 from kvstow.transfer.channel.messages import AskStatus, TellStatus
 from kvstow.transfer.channel.sockets import SocketChannel
+from kvstow.transfer.options import LONG_BYTES
 
 if TYPE_CHECKING:
     from kvstow.transfer.agent import Agent
@@ -67,9 +68,9 @@ def status_document(agent: "Agent") -> bytes:
         "leases": len(agent.server.leases),
         "transfers": len(agent.pulls),
         "quarantined_rows": agent.quarantine.rows,
-        "registered_blocks": len(agent.prefixes.source),
+        "lent_blocks": len(agent.prefixes.source),
         "answers": dict(agent.prefixes.answers),
-        "peers": [_outgoing(agent, peer, now) for peer in tuple(agent.peers.all.values())],
+        "peers": [_outgoing(peer, now) for peer in tuple(agent.peers.all.values())],
         "guests": [_incoming(agent, peer, now) for peer in tuple(agent.server.incoming.values())],
         "slabs": asdict(owner.slab_map()) if isinstance(owner, Pool) else None,
         "events": [
@@ -80,18 +81,18 @@ def status_document(agent: "Agent") -> bytes:
     return json.dumps(document).encode()
 
 
-def _outgoing(agent: "Agent", peer: "Outgoing", now: float) -> dict[str, Any]:
-    path, card, engines = peer.path, peer.card, agent.endpoint.transport.num_engines
+def _outgoing(peer: "Outgoing", now: float) -> dict[str, Any]:
+    path = peer.path
     return {
         "name": peer.name,
         "address": peer.address,
         "state": peer.state,
         "silent_seconds": round(now - peer.heard_at, 3) if peer.heard_at else None,
-        "direction": path.direction if path else None,
-        "read_rate": path.read_rate if path else None,
-        "write_rate": path.write_rate if path else None,
-        "staged_rate": path.staged_rate if path else None,
-        "tracks": engines(card.engine) if card else None,
+        "direction": "mapped" if peer.mapped else path.way_of(LONG_BYTES) if path else None,
+        "unmapped": peer.unmapped or None,
+        "read_rate": path.read.long if path else None,
+        "write_rate": path.write.long if path else None,
+        "slots_rate": path.slots if path else None,
         "moved_bytes": peer.moved_bytes,
         "moved_seconds": round(peer.moved_seconds, 6),
         "misses": dict(peer.misses),
@@ -109,14 +110,14 @@ def _incoming(agent: "Agent", peer: "Incoming", now: float) -> dict[str, Any]:
     }
 
 
-class Asker:
+class StatusClient:
     """Asks agents for their status documents. Used from one thread; close it when done.
 
     `keys` are our own pair, for agents that use keys; agents that use none need none.
     """
 
     def __init__(self, keys: Keys | None = None) -> None:
-        self._channel = SocketChannel("inproc://asker", keys, _ignored)
+        self._channel = SocketChannel("inproc://client", keys, _ignored)
         self._keys = sorted(keys.peers) if keys else [""]
         self._hint = "" if keys else f"\n\nhint: {NEEDS_KEYS}"
 

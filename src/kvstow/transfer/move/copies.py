@@ -4,7 +4,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvstow.route.copies import Copies, chunks
-from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, SOON, Story
+from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, SOON, Routine
 from kvstow.transfer.transport.base import Direction, Kinds
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def moved(
     *,
     flights: "list[Flight]",
     chunk: int = MOST_CHUNK,
-) -> Story[None]:
+) -> Routine[None]:
     """Copy between addresses; return when all bytes have arrived. Raises TransferError.
 
     Every post is put into `flights` before it starts: whoever gives up knows what is under way.

@@ -14,24 +14,24 @@ import numpy as np
 import torch
 from prometheus_client import Counter
 
-from kvstow.errors import ArenaError, TransferError
+from kvstow.errors import NotShared, TransferError
 from kvstow.memory.arena import Arena
-from kvstow.observe import Fact, Telemetry, TransferMetrics
+from kvstow.observe import Fact, Telemetry
 from kvstow.plan.identity import HINT, Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode, fingerprint
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
-from kvstow.route.price import LinkSpeed
-from kvstow.route.ways import DEVICE_SLOT_BYTES
-from kvstow.transfer.channel.messages import Card, RegionCard
+from kvstow.transfer.channel.messages import Card, RegionCard, Welcome
 from kvstow.transfer.fence import ENTRY_BYTES
-from kvstow.transfer.move.staged import SLOTS, Stage
+from kvstow.transfer.metrics import TransferMetrics
+from kvstow.transfer.move.slots import SLOTS, Stage
 from kvstow.transfer.options import Options
 from kvstow.transfer.peers.flight import Flight
 from kvstow.transfer.peers.layouts import PeerLayouts
-from kvstow.transfer.tickets.generations import Owner
+from kvstow.transfer.tickets.owner import Owner
+from kvstow.transfer.tickets.ticket import KEY_BYTES
 from kvstow.transfer.transport.base import (
     Direction,
     Kinds,
@@ -40,12 +40,16 @@ from kvstow.transfer.transport.base import (
     Transport,
     lost,
 )
+from kvstow.transfer.transport.mapped import MappedPeer, NodeMemory, ThisNode, place_generations
 
 log = getLogger(__name__)
 
 PROBE_BYTES = 4 << 20
-SCRATCH_SLOT_BYTES = 8 << 20
+SLOT_BYTES, DEVICE_SLOT_BYTES = 2 << 20, 32 << 20
+"""The size of a slot; the second one where the arena is on a device."""
+
 LEAST_COUNTERS = 4096
+MOST_GONE = 1024
 
 
 class EngineReplaced(TransferError):
@@ -73,6 +77,7 @@ class Endpoint:
         telemetry: Telemetry,
         clock: Callable[[], float] = time.monotonic,
         random: random.Random,
+        node: NodeMemory | None = None,
     ) -> None:
         self.name = name
         self.arena = arena
@@ -91,22 +96,20 @@ class Endpoint:
         self.kind: MemoryKind = "VRAM" if arena.device.type == "cuda" else "DRAM"
         self.device = arena.device.index or 0
         self.probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=arena.device)
-        self.stage = _stage(options.slot_bytes, on_device=self.kind == "VRAM")
-        self.copy_speed: LinkSpeed | None = None
-        """How fast we copy from slots to rows, once that was measured."""
-        self.gathers: bool | None = None
-        """Whether what we write is gathered first; None: where that saves enough."""
-        self._scratch: Stage | None = None
+        on_device = self.kind == "VRAM"
+        slot_bytes = options.slot_bytes or (DEVICE_SLOT_BYTES if on_device else SLOT_BYTES)
+        self.stage = Stage(slot_bytes, pinned=on_device)
         self.worker = ThreadPoolExecutor(1, f"kvstow-{name}-digest", self.use_device)
         self.flights: dict[Flight, None] = {}  # in the order in which they started
         self.broken: set[str] = set()
         """Engines of peers to which a post has failed: they have to be connected again."""
-        self.gone: set[str] = set()
-        """Engines of peers that were found to be dead."""
+        self.gone: dict[str, None] = {}
+        """Engines of peers that were found to be dead, the latest last. One that is forgotten is
+        found out again."""
         self.moving: set[int] = set()
         """Transfers of pulls that have begun and not ended."""
         self.wake: Callable[[], None] = lambda: None
-        """Resumes the agent's stories, from any thread."""
+        """Resumes the agent's routines, from any thread."""
         self.is_draining = False
         """Nothing shall begin to move: the engine is about to be replaced."""
         self.num_engines = 1
@@ -116,8 +119,41 @@ class Endpoint:
         self._cards: dict[str, Card] = {}
         self._labelled: dict[tuple[Counter, str], Counter] = {}
         self._manifest = encode(self.layout)
+        self.node = node or ThisNode()
+        self.ticket_key = random.randbytes(KEY_BYTES)
+        self.memory, self.unmappable = self._share()
         self._register(transport)
         self.card = self._card(transport)
+
+    def _share(self) -> tuple[bytes, str]:
+        """What peers need to map our memory, or nothing and the reason."""
+        tables, self.alive = place_generations(self.node, self.owner), self.node.counters(1)
+        self.alive.numbers[0] = 1
+        if not self.may_map:
+            return b"", "option"
+        try:
+            return self.node.describe(self.arena, tables, self.alive), ""
+        except NotShared as error:
+            log.info("agent %s: its memory cannot be mapped: %s", self.name, error)
+            return b"", error.reason
+
+    @property
+    def may_map(self) -> bool:
+        """Whether options let us map others' memory, and others ours."""
+        return self.options.mapped and self.options.direction in (None, "mapped")
+
+    def welcome(self) -> Welcome:
+        """What a consumer is told."""
+        return Welcome(self.card, self.memory, self.unmappable, self.ticket_key)
+
+    def map(self, welcome: Welcome, layout: Layout) -> MappedPeer:
+        """A peer's memory as ours. Raises NotShared, or TransferError where an option forbids."""
+        if not self.may_map:
+            raise NotShared("option", "mapping is switched off here")
+        if not welcome.memory:
+            raise NotShared(welcome.unmappable, "it cannot be mapped by others")
+        memory = self.node.attach(welcome.memory, layout, self.arena.device)
+        return MappedPeer(memory, layout)
 
     def use_device(self) -> None:
         """Make the arena's device the current one of the calling thread, with a stream of its own:
@@ -165,38 +201,17 @@ class Endpoint:
             for run in self.arena.regions
         ]
         tables = [t for t in (*self.owner.generations, *self._counters) if t.nbytes]
-        stage = [Region(self.stage.arena.address, self.stage.arena.nbytes)] if self.stage else []
-        scratch = [self._scratch_region(self._scratch)] if self._scratch else []
         return [
             *arena,
             *(Region(table.ctypes.data, table.nbytes) for table in tables),
             Region(self.probe.data_ptr(), PROBE_BYTES, self.kind, self.device),
-            *stage,
-            *scratch,
+            Region(self.stage.arena.address, self.stage.arena.nbytes),
         ]
-
-    def scratch(self) -> Stage:
-        """Slots in the arena's kind of memory, which only we use; made when first asked for.
-        Raises TransferError where there is no memory for them."""
-        if self._scratch is None:
-            default = DEVICE_SLOT_BYTES if self.kind == "VRAM" else SCRATCH_SLOT_BYTES
-            nbytes = self.options.slot_bytes or default
-            try:
-                made = Stage(nbytes, device=self.arena.device)
-            except ArenaError as error:
-                raise TransferError(f"slots to cut rows in: {error}", kind="transport") from error
-            self.transport.register(self._scratch_region(made))
-            self._scratch = made
-        return self._scratch
 
     @property
     def num_slots_in_use(self) -> int:
         """Slots that something is read into or written from."""
-        slots = (self.stage, self._scratch)
-        return sum(SLOTS - stage.num_free for stage in slots if stage is not None)
-
-    def _scratch_region(self, scratch: Stage) -> Region:
-        return Region(scratch.arena.address, scratch.arena.nbytes, self.kind, self.device)
+        return SLOTS - self.stage.num_free
 
     def _card(self, transport: Transport) -> Card:
         for g, table in enumerate(self.owner.generations):
@@ -219,9 +234,7 @@ class Endpoint:
             device=self.device,
             tables=tuple(table.ctypes.data for table in self.owner.generations),
             probe=RegionCard(self.probe.data_ptr(), PROBE_BYTES, self.kind, self.device),
-            stage=RegionCard(stage.arena.address, SLOTS * stage.slot_bytes, "DRAM", 0)
-            if stage
-            else None,
+            stage=RegionCard(stage.arena.address, SLOTS * stage.slot_bytes, "DRAM", 0),
         )
 
     def attach(self, card: Card, user: object) -> None:
@@ -258,6 +271,12 @@ class Endpoint:
                 flight.give_up(lost(engine, "disconnected here"))
         if self._users.pop(engine, None) is not None:
             self.transport.disconnect(engine)
+
+    def note_gone(self, engine: str) -> None:
+        """An engine was found to be dead."""
+        self.gone[engine] = None
+        if len(self.gone) > MOST_GONE:
+            del self.gone[next(iter(self.gone))]
 
     def poll_flights(self) -> None:
         """Look at all flights: some were given up, and end all the same."""
@@ -338,8 +357,3 @@ def _known_identity(name: str, layout: Layout, identity: Identity | None) -> Ide
     if not known.is_verified:
         log.warning("agent %s: identity is not verified: %s", name, known.unverified_because)
     return known
-
-
-def _stage(slot_bytes: int | None, *, on_device: bool) -> Stage | None:
-    wanted = DEVICE_SLOT_BYTES if slot_bytes is None and on_device else slot_bytes
-    return Stage(wanted, pinned=on_device) if wanted else None

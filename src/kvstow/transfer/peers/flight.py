@@ -64,7 +64,7 @@ class Flight:
         self.give_up(error)
         self._endpoint.broken.add(self.peer)
         if error.kind == "peer":
-            self._endpoint.gone.add(self.peer)
+            self._endpoint.note_gone(self.peer)
 
     def give_up(self, error: TransferError) -> None:
         """Fail, which by itself says nothing about the peer; what is under way may still land."""

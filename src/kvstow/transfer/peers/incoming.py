@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstow.plan.layout import Layout
-from kvstow.route.route import Claims, Route, route
+from kvstow.route.route import Claims, Route, plan_route
 from kvstow.route.sources import sources
 from kvstow.transfer.channel.messages import (
     AnyMessage,
@@ -12,10 +12,12 @@ from kvstow.transfer.channel.messages import (
     Claim,
     MissReason,
     TellPrefix,
-    Why,
 )
 from kvstow.transfer.digests import unpacked_claims
 from kvstow.transfer.peers.endpoint import Endpoint
+
+MOST_SHARES = 16
+"""Sets of claims that are remembered for one agent, which chooses them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,14 +56,16 @@ class Incoming:
                 made = Share(alone.route, alone.claims)
             else:
                 wanted = unpacked_claims(claims)
-                made = Share(route(mine, self.layout, claims=wanted), wanted)
+                made = Share(plan_route(mine, self.layout, claims=wanted), wanted)
             self._shares[claims] = made
+            if len(self._shares) > MOST_SHARES:
+                del self._shares[next(iter(self._shares))]
+            return made
         return self._shares[claims]
 
     def tell_miss(self, question: int, reason: MissReason) -> None:
         """Answer a question for a prefix with a miss, and why."""
-        self.send(Why(question, reason))
-        self.send(TellPrefix(question, b""))
+        self.send(TellPrefix(question, b"", reason))
 
     def attach(self) -> None:
         """Make sure that our engine can reach it. Raises TransferError."""

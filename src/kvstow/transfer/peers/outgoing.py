@@ -6,11 +6,11 @@ idle ─▶ greeting ─▶ probing ─▶ ready
 
 from collections import Counter
 from logging import getLogger
-from typing import Literal, Protocol, get_args
+from threading import Lock
+from typing import Literal, Protocol
 
-from kvstow.errors import RouteError, TransferError
+from kvstow.errors import NotShared, RouteError, TransferError
 from kvstow.plan.layout import Layout
-from kvstow.route.price import LinkSpeed
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.messages import (
     Alive,
@@ -25,24 +25,32 @@ from kvstow.transfer.channel.messages import (
     Renew,
     Staged,
     Stopped,
-    Stranger,
     TellDigest,
     TellPrefix,
     TellProbe,
+    UnknownSession,
     Welcome,
-    Why,
     Written,
 )
-from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Mailbox, Story, Task
+from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Mailbox, Routine, Task
+from kvstow.transfer.options import LONG_BYTES
 from kvstow.transfer.peers.endpoint import Endpoint
-from kvstow.transfer.peers.probe import Path, measured_path
+from kvstow.transfer.peers.probe import UNMEASURED, Path, measure_path
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.base import lost
+from kvstow.transfer.transport.mapped import MappedPeer
 
 log = getLogger(__name__)
 
 SILENT_BEATS = 30
 """An agent that has left so many heartbeats unanswered is given up."""
+
+MOST_PEERS = 1024
+"""Agents that are remembered although nobody needs them: tickets name any address."""
+
+WATCH_SECONDS = 0.1
+"""How often we look whether the process of a mapped peer lives: a dead one's memory stays allocated
+until we let go of it."""
 
 PeerState = Literal["idle", "greeting", "probing", "ready", "broken"]
 
@@ -75,8 +83,11 @@ class Outgoing:
         self.layout: Layout | None = None
         self.fingerprint = ""
         self.path: Path | None = None
-        self.link: LinkSpeed | None = None
-        """What reads cost, once somebody has had to know."""
+        self.ticket_key = b""
+        self.mapped: MappedPeer | None = None
+        """Its memory, where it is on this node and may be mapped."""
+        self.unmapped = ""
+        """Why it is not mapped."""
         self.mailbox = Mailbox(self._wake)
         self.readers: dict[int, Reader] = {}
         self.questions: dict[int, Mailbox] = {}
@@ -98,13 +109,18 @@ class Outgoing:
     def name(self) -> str:
         return self.card.agent if self.card else self.address
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody reads from it, asks it or keeps a lease of it."""
+        return not (self.readers or self.questions or self.kept)
+
     def _wake(self) -> None:
         if self._task is not None:
             self._task.wake()
 
     # ── meeting ───────────────────────────────────────────────────────────────────
 
-    def met(self) -> Story[None]:
+    def met(self) -> Routine[None]:
         """Wait until the agent is ready; greet it if nobody has. Raises TransferError."""
         while self._endpoint.is_draining and self.state in ("idle", "broken"):
             yield NOW_AND_THEN  # it would have to be greeted again
@@ -128,7 +144,7 @@ class Outgoing:
                 peer=self.name,
             )
 
-    def heard_again(self) -> Story[None]:
+    def ping(self) -> Routine[None]:
         """Ask for a sign of life; wait until the agent has given one, or was lost."""
         asked_at, line = self._endpoint.clock(), self.line
         self.send(Renew(tuple(self._leases())))
@@ -141,7 +157,7 @@ class Outgoing:
         if self._task is not None:
             self._task.interrupt(error)
 
-    def _connection(self) -> Story[None]:
+    def _connection(self) -> Routine[None]:
         """Say hello, measure the path, then renew leases until the agent is lost."""
         endpoint = self._endpoint
         card: Card | None = None
@@ -150,10 +166,13 @@ class Outgoing:
             self.send(Hello(endpoint.card))
             welcome = yield from self.mailbox.wait(Welcome)
             self._check(welcome.card)
-            endpoint.attach(welcome.card, self)
             self.card = card = welcome.card
-            self.state, self.link = "probing", None
-            self.path = yield from measured_path(endpoint, self, card)
+            self.ticket_key = welcome.ticket_key
+            self.state = "probing"
+            self.path = UNMEASURED
+            if not self._map(welcome):
+                endpoint.attach(card, self)
+                self.path = yield from measure_path(endpoint, self, card)
             self._ready(self.path)
             while self.unanswered < SILENT_BEATS:
                 self.unanswered += 1
@@ -169,7 +188,25 @@ class Outgoing:
         finally:
             self._end(card)
 
-    def keep(self, lease: int, seconds: float) -> Story[None]:
+    def _map(self, welcome: Welcome) -> bool:
+        """Map the agent's memory, if it and we may."""
+        endpoint = self._endpoint
+        assert self.layout is not None
+        try:
+            self.mapped, self.unmapped = endpoint.map(welcome, self.layout), ""
+        except NotShared as error:
+            self.unmapped = error.reason
+            log.info("peer %s is not mapped: %s", welcome.card.agent, error)
+        endpoint.count(endpoint.metrics.contacts, self.unmapped or "mapped")
+        return self.mapped is not None
+
+    def _unmap(self) -> None:
+        """Its memory is not used any more, but by copies that run."""
+        mapped, self.mapped = self.mapped, None
+        if mapped is not None:
+            mapped.release()
+
+    def keep(self, lease: int, seconds: float) -> Routine[None]:
         """Renew a lease until it is kept no more. The agent may be lost and met again; where
         nobody answers for `seconds`, the lease has run out. Raises TransferError."""
         endpoint = self._endpoint
@@ -188,7 +225,7 @@ class Outgoing:
     def _leases(self) -> set[int]:
         return self.kept | {reader.lease for reader in self.readers.values() if reader.lease}
 
-    def _until(self, time: float) -> Story[None]:
+    def _until(self, time: float) -> Routine[None]:
         while self._endpoint.clock() < time:
             yield max(IDLE, time - self._endpoint.clock())
 
@@ -216,11 +253,11 @@ class Outgoing:
             {
                 "peer": self.name,
                 "address": self.address,
-                "direction": path.direction,
-                "read_rate": path.read_rate,
-                "write_rate": path.write_rate,
-                "staged_rate": path.staged_rate,
-                "forced": path.forced,
+                "direction": "mapped" if self.mapped else path.way_of(LONG_BYTES),
+                "unmapped": self.unmapped,
+                "read_rate": path.read.long,
+                "write_rate": path.write.long,
+                "slots_rate": path.slots,
             },
         )
 
@@ -229,6 +266,7 @@ class Outgoing:
         if self.state == "ready":
             self._endpoint.metrics.peers.dec()
         self.state = "broken"
+        self._unmap()
         if self.line is not None:
             self._channel.hang_up(self.line)
             self.line = None
@@ -241,15 +279,12 @@ class Outgoing:
         for reader in tuple(self.readers.values()):
             reader.lose(error)
 
-    def missed(self, reason: str, num_tokens: int) -> None:
-        """A question for so many tokens got no ticket. Older agents tell no reason, newer ones
-        may have others."""
-        known = reason in get_args(MissReason)
-        told = reason if known else "other" if reason else "not told"
-        self.misses[told] += 1
-        log.debug("peer %s: %d tokens were asked for, a miss: %r", self.name, num_tokens, reason)
+    def count_miss(self, reason: MissReason, num_tokens: int) -> None:
+        """A question for so many tokens got no ticket."""
+        self.misses[reason] += 1
+        log.debug("peer %s: %d tokens, a miss: %s", self.name, num_tokens, reason)
         self._endpoint.note(
-            "prefix-missed", {"peer": self.name, "tokens": num_tokens, "reason": told}
+            "prefix-missed", {"peer": self.name, "tokens": num_tokens, "reason": reason}
         )
 
     # ── messages ──────────────────────────────────────────────────────────────────
@@ -276,18 +311,13 @@ class Outgoing:
                 self.lose(
                     TransferError(f"peer {self.name!r} refused: {text}", kind=kind, peer=self.name)
                 )
-            case Stranger():
+            case UnknownSession():
                 self.lose(lost(self.name, "it was started again and does not know us"))
             case Alive(ended):
                 self.kept.difference_update(ended)
                 for reader in tuple(self.readers.values()):
                     if reader.lease in ended:
                         reader.hear(message)
-            case Why(number):
-                if number in self.questions:
-                    self.questions[number].put(message)
-                elif number in self.readers:
-                    self.readers[number].hear(message)
             case Begun() | Refused() | Written() | Staged() | Failed() | Stopped() | TellDigest():
                 if message.transfer in self.readers:
                     self.readers[message.transfer].hear(message)
@@ -300,16 +330,34 @@ class Peers:
 
     def __init__(self, endpoint: Endpoint, channel: Channel, loop: Loop) -> None:
         self.all: dict[tuple[str, str], Outgoing] = {}
+        self._lock = Lock()
         self._endpoint = endpoint
         self._channel = channel
         self._loop = loop
 
     def at(self, address: str, key: str) -> Outgoing:
-        """The agent at an address, made when it is first asked for."""
-        if (address, key) not in self.all:
-            fresh = Outgoing(self._endpoint, self._channel, self._loop, address, key)
-            self.all.setdefault((address, key), fresh)
-        return self.all[address, key]
+        """The agent at an address, made when it is first needed; from any thread."""
+        with self._lock:
+            peer = self.all.pop((address, key), None)
+            if peer is None:
+                peer = Outgoing(self._endpoint, self._channel, self._loop, address, key)
+            self.all[address, key] = peer  # the latest comes last
+        return peer
+
+    def upkeep(self) -> Routine[None]:
+        """Forget agents that nobody needs any more, while there are too many; let go of the memory
+        of those whose process has ended."""
+        while True:
+            for peer in tuple(self.all.values()):
+                if peer.mapped is not None and peer.mapped.is_gone:
+                    peer.lose(lost(peer.name, "its process has ended"))
+            with self._lock:
+                excess = len(self.all) - MOST_PEERS
+                idle = [key for key, peer in self.all.items() if peer.is_idle]
+                forgotten = [self.all.pop(key) for key in idle[: max(0, excess)]]
+            for peer in forgotten:
+                peer.lose(lost(peer.name, "nobody needs it any more"))
+            yield WATCH_SECONDS
 
     def hear(self, line: Line, message: AnyMessage) -> None:
         """Pass a message on to the agent whose line it came on."""

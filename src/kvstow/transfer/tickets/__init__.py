@@ -3,5 +3,5 @@
 ticket       what a producer hands out
 lease        until when it keeps the blocks
 offers       all tickets of an agent, and the leases behind them
-generations  when blocks change owner
+owner        who hands out block ids, and when they change owner
 """

@@ -18,8 +18,6 @@ from kvstow.errors import FaultKind, SpecError, TransferError
 
 EndReason = Literal["read", "expired", "withdrawn", "aborted", "closed"]
 MAX_REMEMBERED = 1 << 16
-UNKNOWN = "never given out here"
-"""In the error of a lease that may still be granted. Agents that do not know `why` look for it."""
 
 FAULT_OF: dict[EndReason, FaultKind] = {
     "read": "used",
@@ -93,6 +91,10 @@ class Leases:
         self._running[lease.id] = lease
         heapq.heappush(self._heap, (lease.deadline, lease.id))
 
+    def is_early(self, id: int) -> bool:
+        """Whether it is not known yet, and may be granted later."""
+        return id not in self._running and id not in self._ended and self.may_come(id)
+
     def find(self, id: int) -> Lease:
         """The running lease; TransferError names why there is none."""
         lease = self._running.get(id)
@@ -101,7 +103,7 @@ class Leases:
         reason = self._ended.get(id)
         if reason is None:
             is_early = self.may_come(id)
-            why = UNKNOWN if is_early else "no such ticket was written here"
+            why = "not given out here yet" if is_early else "no such ticket was written here"
             raise TransferError(f"lease {id}: {why}", kind="ticket", is_early=is_early)
         raise TransferError(f"lease {id}: {WHY_ENDED[reason]}", kind=FAULT_OF[reason])
 

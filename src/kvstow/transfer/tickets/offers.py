@@ -7,13 +7,14 @@ from functools import partial
 import numpy as np
 
 from kvstow.errors import TransferError
+from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.loop import Loop
 from kvstow.transfer.peers.blocks import check_blocks
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.server import Server
-from kvstow.transfer.tickets.generations import OwnerQueue
 from kvstow.transfer.tickets.lease import EndReason, Lease, fresh_id
+from kvstow.transfer.tickets.owner import OwnerQueue
 from kvstow.transfer.tickets.ticket import MAX_LEASE_SECONDS, MAX_TOKENS, Ticket
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Offers:
         *,
         readers: int | None = None,
         lease_seconds: float | None = None,
+        identity: Identity | None = None,
         on_end: OnEnd | None = None,
     ) -> Ticket:
         """A ticket for blocks, which are kept from being reused until its lease ends."""
@@ -68,8 +70,8 @@ class Offers:
             num_tokens=int(num_tokens),
             blocks=dict(blocks),
             generations=endpoint.generations(blocks),
-            identity=endpoint.identity.digest,
-        )
+            identity=(identity or endpoint.identity).digest,
+        ).signed(endpoint.ticket_key)
         self._grant(ticket, readers, on_end)
         return ticket
 
@@ -115,9 +117,9 @@ class Offers:
 
         def ended(reason: EndReason) -> None:
             self._server.lease_ended(ticket, reason)
-            self._owner.owe(lambda: self._owner.release(ticket.blocks))
+            self._owner.defer(lambda: self._owner.release(ticket.blocks))
             if on_end is not None:
-                self._owner.owe(partial(self._tell_end, on_end, reason))
+                self._owner.defer(partial(self._tell_end, on_end, reason))
 
         lease = Lease(
             id=ticket.lease,
@@ -130,7 +132,7 @@ class Offers:
 
         def grant() -> None:
             if lease.id in self._server.leases:
-                self._owner.owe(lambda: self._owner.release(ticket.blocks))
+                self._owner.defer(lambda: self._owner.release(ticket.blocks))
             else:
                 self._server.grant(lease, ticket)
 

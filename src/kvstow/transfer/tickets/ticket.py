@@ -1,11 +1,10 @@
 """Tickets: what a producer hands out so that a consumer may pull a request's blocks.
 
-    kvt2.  base64url( checksum, 8 bytes │ deflated MessagePack of the body )
+    kvt3.  base64url( checksum, 8 bytes │ signature, 16 │ deflated MessagePack of the body )
 
 The body names agent, address, lease, layout fingerprint, token count, identity, and per group
-the ids, logical indices and generations of the blocks, and which of them are partial. Tickets of
-version 1 are read too: they have no identity. A ticket proves nothing by itself: its digest must
-be the one that the producer remembers for the lease.
+the ids, logical indices and generations of the blocks, and which of them are partial. A ticket
+proves nothing to who has not met its agent: the key of its signature is told when agents meet.
 
 Limits come first: a reader spends at most a few times `MAX_BODY_BYTES` on anything.
 """
@@ -14,9 +13,10 @@ import base64
 import binascii
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
+from hmac import compare_digest
 from typing import Annotated
 
 import msgspec
@@ -26,14 +26,15 @@ from kvstow.errors import SpecError, TransferError
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 
-PREFIX = "kvt2."
-READ = (PREFIX, "kvt1.")
+PREFIX = "kvt3."
 MAX_BLOCKS = 1 << 18
 MAX_BYTES = 4 << 20
 MAX_BODY_BYTES = 8 << 20
 MAX_TOKENS = 1 << 40
 MAX_LEASE_SECONDS = 1e7
 _CHECKSUM = 8
+SIGNATURE_BYTES = 16
+KEY_BYTES = 32
 
 _Short = Annotated[str, msgspec.Meta(max_length=512)]
 _Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -57,7 +58,7 @@ class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     fingerprint: _Short
     num_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
     groups: Annotated[tuple[_Group, ...], msgspec.Meta(max_length=1 << 12)]
-    identity: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    identity: Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,8 +67,8 @@ class Ticket:
 
     `start` names one start of the agent's process: a restarted agent refuses old tickets.
     `key` is the agent's public key, empty on loopback. `identity` is the digest of the
-    computation that has made this request's bytes, adapter and salt included; empty in
-    tickets of version 1.
+    computation that has made this request's bytes, adapter and salt included.
+    `signature` is made with a key of the agent's own.
     """
 
     agent: str
@@ -81,6 +82,17 @@ class Ticket:
     blocks: Mapping[int, Blocks]
     generations: Mapping[int, Ints]
     identity: bytes = b""
+    signature: bytes = bytes(SIGNATURE_BYTES)
+
+    def signed(self, key: bytes) -> "Ticket":
+        """The same ticket, signed with its agent's key."""
+        made = replace(self, signature=_signature(self.body, key))
+        made.__dict__["body"] = self.body
+        return made
+
+    def is_signed_by(self, key: bytes) -> bool:
+        """Whether it is as the agent with this key has written it."""
+        return compare_digest(self.signature, _signature(self.body, key))
 
     @cached_property
     def body(self) -> bytes:
@@ -114,7 +126,8 @@ class Ticket:
 
     def to_bytes(self) -> bytes:
         """The ticket for a message."""
-        return blake2b(self.body, digest_size=_CHECKSUM).digest() + zlib.compress(self.body, 1)
+        checksum = _checksum(self.signature + self.body)
+        return checksum + self.signature + zlib.compress(self.body, 1)
 
     def __str__(self) -> str:
         """The ticket as one printable word, for a header or a JSON field."""
@@ -125,18 +138,20 @@ class Ticket:
         """The ticket in a message; TransferError for anything else."""
         if len(data) > MAX_BYTES:
             raise _bad(f"{len(data)} bytes, at most {MAX_BYTES}")
+        start = _CHECKSUM + SIGNATURE_BYTES
+        signature = data[_CHECKSUM:start]
         try:
             inflate = zlib.decompressobj()
-            body = inflate.decompress(data[_CHECKSUM:], max_body_bytes)
+            body = inflate.decompress(data[start:], max_body_bytes)
             whole = inflate.eof and not inflate.unused_data
         except zlib.error as error:
             raise _bad(str(error)) from None
         if not whole and len(body) >= max_body_bytes:
             raise _bad(f"it inflates to more than {max_body_bytes} bytes")
-        if not whole or blake2b(body, digest_size=_CHECKSUM).digest() != data[:_CHECKSUM]:
+        if not whole or _checksum(signature + body) != data[:_CHECKSUM]:
             raise _bad("the checksum does not match: it was cut or changed on the way")
         try:
-            ticket = _ticket(msgspec.msgpack.decode(body, type=_Body))
+            ticket = _ticket(msgspec.msgpack.decode(body, type=_Body), signature)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, SpecError) as error:
             raise _bad(str(error)[:300]) from None
         ticket.__dict__["body"] = body  # it is there already: `digest` need not encode it again
@@ -149,7 +164,7 @@ class Ticket:
             raise _bad(f"it is {type(text).__name__}, not text\n\nhint: str(ticket) is its text")
         if len(text) > 2 * MAX_BYTES:
             raise _bad(f"{len(text)} characters, at most {2 * MAX_BYTES}")
-        if not text.startswith(READ):
+        if not text.startswith(PREFIX):
             raise _bad(f"it starts with {text[:8]!r}, not with {PREFIX!r}")
         word = text[len(PREFIX) :]
         padding = "=" * (-len(word) % 4)
@@ -185,7 +200,15 @@ def unpacked_ints(data: bytes) -> Ints:
     return np.cumsum(np.frombuffer(data, "<i8"), dtype=np.int64)
 
 
-def _ticket(body: _Body) -> Ticket:
+def _checksum(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_CHECKSUM).digest()
+
+
+def _signature(body: bytes, key: bytes) -> bytes:
+    return blake2b(body, digest_size=SIGNATURE_BYTES, key=key).digest()
+
+
+def _ticket(body: _Body, signature: bytes) -> Ticket:
     groups = {part.group: part for part in body.groups}
     if len(groups) < len(body.groups):
         raise SpecError(f"{len(body.groups)} groups, some of them twice")
@@ -216,6 +239,7 @@ def _ticket(body: _Body) -> Ticket:
         blocks=blocks,
         generations=generations,
         identity=body.identity,
+        signature=signature,
     )
 
 

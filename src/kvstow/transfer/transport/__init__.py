@@ -3,5 +3,5 @@
 - `base`: what an engine must do
 - `local`: the reference engine, inside one process
 - `nixl`: the only importer of NIXL
-- `parallel`: several engines that work on one transfer
+- `mapped`: memory of a peer on this node as memory of ours
 """

@@ -102,21 +102,11 @@ class Transport(Protocol):
         """Do what is due, for our posts and for peers that work on our memory."""
         ...
 
-    def num_engines(self, peer: str) -> int:
-        """How many engines would work on a long read from this peer now."""
-        ...
-
-    @property
-    def several_are_faster(self) -> bool:
-        """Whether several engines of this kind, each in a thread of its own, may copy faster
-        than one."""
-        ...
-
     def fresh(self) -> "Transport":
         """A new engine of the same kind under a new name, with nothing registered.
 
         It takes the place of one that is closed because too much memory waits for posts that
-        may never end; or it works in another thread.
+        may never end.
         """
         ...
 

@@ -41,6 +41,8 @@ class Fabric:
         self._token = token or secrets.token_hex(8)
         self._made = 0
         self._cut: set[frozenset[str]] = set()
+        self.in_transit: list[_LocalPost] = []
+        """Writes of engines that were killed."""
 
     def join(self, member: "LocalTransport") -> str:
         """A new member's name, which no other has had."""
@@ -50,8 +52,20 @@ class Fabric:
         return name
 
     def kill(self, name: str) -> None:
-        """The transport of that name is gone, as if its process had died."""
-        self.members.pop(name, None)
+        """The transport of that name is gone, as if its process had died: what it was writing may
+        lie in sockets, and lands as long as the engine lives that it was for."""
+        member = self.leave(name)
+        if member is not None:
+            self.in_transit += member.writes
+
+    def arrives(self, post: "_LocalPost") -> bool:
+        """Whether the next copy of a write in transit lands now."""
+        return self.lands()
+
+    def leave(self, name: str) -> "LocalTransport | None":
+        """The transport of that name is gone, with all that was on its way to it."""
+        self.in_transit = [post for post in self.in_transit if post.peer != name]
+        return self.members.pop(name, None)
 
     def cut(self, one: str, other: str) -> None:
         """Nothing moves between the two, and nobody is told."""
@@ -159,21 +173,22 @@ class LocalTransport:
         if peer not in self._peers:
             raise disconnected(peer)
 
+    @property
+    def writes(self) -> "list[_LocalPost]":
+        """Posts under way that write to peers."""
+        return [post for post in self._posts if post.is_write and not post.is_over]
+
     def begin(self, post: "_LocalPost") -> None:
         """Let a post copy from now on."""
         self._posts.append(post)
 
     def progress(self) -> None:
+        for post in self.fabric.in_transit:
+            while post.peer == self._name and not post.is_over and self.fabric.arrives(post):
+                post.copy(self)
         for post in self._posts:
             self._advance(post)
         self._posts = [post for post in self._posts if not post.is_over]
-
-    def num_engines(self, peer: str) -> int:
-        return 1
-
-    @property
-    def several_are_faster(self) -> bool:
-        return False
 
     def fresh(self) -> "LocalTransport":
         return LocalTransport(
@@ -185,7 +200,7 @@ class LocalTransport:
         )
 
     def close(self) -> None:
-        self.fabric.kill(self._name)
+        self.fabric.leave(self._name)
         self.is_closed = True
         self._posts.clear()
         self._peers.clear()
@@ -227,6 +242,10 @@ class _LocalPost:
         self._copies = copies
         self._dead = False
         self._error: TransferError | None = None
+
+    @property
+    def is_write(self) -> bool:
+        return self._direction == "write"
 
     @property
     def was_given_up(self) -> bool:

@@ -214,13 +214,6 @@ class NixlTransport:
         except Exception as error:
             raise _foreign("progress", error) from error
 
-    def num_engines(self, peer: str) -> int:
-        return 1
-
-    @property
-    def several_are_faster(self) -> bool:
-        return True
-
     def fresh(self) -> "NixlTransport":
         return NixlTransport(listen=self._listen, num_threads=self._num_threads)
 

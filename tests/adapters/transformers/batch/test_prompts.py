@@ -9,8 +9,8 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 import kvstow
 from kvstow.adapters.transformers import ModelMemory
-from kvstow.adapters.transformers.batch.prompts import padding_of, prompts_of
-from kvstow.adapters.transformers.model.inspect import padding_token, placeholder_tokens
+from kvstow.adapters.transformers.batch.prompts import naming_fault, padding_of, prompts_of
+from kvstow.adapters.transformers.model.reuse import padding_token, placeholder_tokens
 from kvstow.errors import BlockError
 from kvstow.testing.tiny_models import tiny_model
 from kvstow.transformers import Cache
@@ -62,11 +62,17 @@ def test_prompts_of_two_images_share_nothing_and_of_one_image_everything(tmp_pat
     assert found == [0, 0, 32]
 
 
-def test_tokens_that_stand_for_an_image_nobody_names_are_refused():
-    with pytest.raises(BlockError, match=r"(?s)another image's rows.*hint: Cache\(..., extra="):
-        Cache(seeing_model(), memory="2MiB", tokens=IDS)
-    with Cache(seeing_model(), memory="2MiB", tokens=IDS[:, 20:]) as cache:  # text alone
-        assert cache.found_tokens == 0
+def test_tokens_that_stand_for_an_image_nobody_names_are_computed_and_not_reused(caplog):
+    model = seeing_model()
+    image = torch.ones(1, 3, 16, 16)
+    with ModelMemory.of(model, budget="2MiB") as memory, torch.no_grad():
+        for _ in range(2):
+            with Cache(memory, tokens=IDS) as cache:
+                assert cache.found_tokens == 0
+                model(IDS, pixel_values=image, past_key_values=cache)
+        with Cache(memory, tokens=IDS, extra=[[(4, ONE)]]) as cache:
+            assert cache.found_tokens == 0
+    assert "computed and not reused: tokens stand for images" in caplog.text
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (1, 0), (8,), (1, 2, 3)])
@@ -114,9 +120,10 @@ def test_a_cache_is_not_copied_and_says_what_to_do_instead():
 def test_every_sequence_with_an_image_names_it():
     both = IDS.repeat(2, 1)
     for extra in ([[(4, ONE)], []], [[(4, ONE)], [(5, OTHER)]]):
-        with pytest.raises(BlockError, match="another image's rows"):
-            prompts_of(both, None, extra, {IMAGE})
-    assert len(prompts_of(both, None, [[(4, ONE)], [(3, OTHER)]], {IMAGE})) == 2
+        fault = naming_fault(prompts_of(both, None, extra), {IMAGE}, None, has_mask=False)
+        assert "stand for images" in fault
+    named = prompts_of(both, None, [[(4, ONE)], [(3, OTHER)]])
+    assert naming_fault(named, {IMAGE}, None, has_mask=False) == ""
 
 
 def test_placeholders_are_found_inside_nested_configurations():
@@ -125,20 +132,20 @@ def test_placeholders_are_found_inside_nested_configurations():
     assert placeholder_tokens(model) == {77}
 
 
-def test_padding_without_a_mask_is_refused_since_generate_hides_it_and_a_pass_does_not():
+def test_padding_without_a_mask_is_computed_and_not_reused(caplog):
+    """`generate` hides padding, and a forward pass does not."""
     model = tiny_model("llama")
     pad = model.generation_config.pad_token_id
     ids = torch.tensor([[pad, pad, 1, 2, 3, 4]])
-    seen = torch.ones_like(ids)
-    with ModelMemory.of(model, budget="1MiB", block_tokens=2) as memory:
-        with pytest.raises(BlockError, match=rf"padding token {pad} .*\n\nhint: .*attention_mask"):
-            Cache(memory, tokens=ids)
-        for mask in (seen, (ids != pad).long()):
+    with ModelMemory.of(model, budget="1MiB", block_tokens=2) as memory, torch.no_grad():
+        for mask in (None, torch.ones_like(ids), (ids != pad).long()):
             with Cache(memory, tokens=ids, attention_mask=mask) as cache:
                 assert cache.found_tokens == 0
-                positions = (mask.cumsum(1) - 1).clamp(0)
-                with torch.no_grad():
-                    model(ids, mask, positions, past_key_values=cache)
+                if mask is None:
+                    model(ids, past_key_values=cache)
+                    continue
+                model(ids, mask, (mask.cumsum(1) - 1).clamp(0), past_key_values=cache)
+    assert f"padding token {pad} among them, and no mask" in caplog.text
 
 
 def test_a_padding_token_that_ends_sequences_is_a_token_like_others():

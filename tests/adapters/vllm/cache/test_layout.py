@@ -35,7 +35,7 @@ from kvstow.plan.group import Group
 from kvstow.plan.retention import Window
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.compare import layer_differences
-from kvstow.route.route import route
+from kvstow.route.route import plan_route
 from recorded_vllm import FULL, IDENTITY, gemma3, hybrid, pages, smollm2
 
 
@@ -165,7 +165,7 @@ def test_pages_that_overlap_inside_a_group_are_refused():
 def test_rows_and_layers_of_one_model_are_joined():
     rows, layers = (declared_layout(smollm2(order), base_align=64) for order in ("BLHNC", "LBHNC"))
     blocks = {0: Blocks.first([3, 4])}
-    moves = route(rows, layers).copies(blocks, blocks, 200)
+    moves = plan_route(rows, layers).copies(blocks, blocks, 200)
     assert moves.total == 2 * 5_898_240
 
 
@@ -181,7 +181,7 @@ def test_different_tokens_per_block_are_refused_because_pages_are_opaque():
     )
     small = declared_layout(replace(other, groups=(halved,), regions=(region,)), base_align=64)
     with pytest.raises(RouteError, match="tokens per state"):
-        route(declared_layout(smollm2("BLHNC"), base_align=64), small)
+        plan_route(declared_layout(smollm2("BLHNC"), base_align=64), small)
 
 
 def test_a_window_is_longer_where_speculation_computes_tokens_before_it_again():
@@ -416,7 +416,7 @@ def test_a_recurrent_state_is_one_opaque_page_that_only_the_next_token_needs():
     held = Blocks.first([5, 6, 7])
     group = Group(name="state", layers=(_spec(page, "LBHNC"),))
     for num_tokens, needed in ((1, 0), (128, 0), (129, 1), (256, 1), (257, 2)):
-        (tokens, *_) = Tokens(0, num_tokens).needed(group)
+        tokens = Tokens(0, num_tokens).needed(group)
         assert (tokens.first, tokens.end) == (num_tokens - 1, num_tokens)
         assert held.index[tokens.first // 128] == needed
 
@@ -479,7 +479,6 @@ def test_states_in_the_middle_of_prompts_are_stored_only_where_blocks_end(
     [
         ({"parallel": {"decode_context_parallel_size": 2}}, "context parallelism"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "context parallelism"),
-        ({"model": {"enable_sleep_mode": True}}, "sleep mode takes the cache's memory away"),
     ],
 )
 def test_engines_whose_blocks_are_not_what_they_seem_are_refused(change: Any, reason: str):

@@ -17,7 +17,7 @@ from kvstow.memory.copy import copy
 from kvstow.plan.identity import Identity
 from kvstow.plan.manifest import decode, encode
 from kvstow.route.blocks import Blocks
-from kvstow.route.route import route
+from kvstow.route.route import plan_route
 
 RECORDED = json.loads((Path(__file__).parents[3] / "recorded_vllm_cuda.json").read_text())
 V4 = {
@@ -177,7 +177,7 @@ def test_pages_are_cut_anew_for_other_tokens_per_block(tokens: tuple[int, int]) 
             view = source.field(name, field).view(torch.uint8)
             view.copy_(torch.from_numpy(rng.integers(0, 256, view.shape, np.uint8)))
     blocks = [{0: Blocks(each, np.arange(len(each)))} for each in ids]
-    copies = route(source.layout, destination.layout).copies(*blocks, 256)
+    copies = plan_route(source.layout, destination.layout).copies(*blocks, 256)
     copy(source, destination, copies).wait()
     others = sorted(set(range(9)) - set(ids[1].tolist()))
     rows = destination.bytes.view(9, -1)

@@ -17,7 +17,7 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
 from kvstow.plan.retention import Full, Window
 from kvstow.route.blocks import Blocks, Tokens
-from kvstow.route.route import route
+from kvstow.route.route import plan_route
 from recorded_cuda import OPTIONS, RECORDED, bits, fill, kv_cache_config, spec_of, vllm_config
 from recorded_cuda import engine as recorded_engine
 
@@ -52,8 +52,7 @@ def requests(name: str, arena: Arena) -> tuple[int, list[dict[int, Blocks]]]:
     index = []
     for group in groups:
         needed = Tokens(0, num_tokens).needed(group)
-        ranges = [np.arange(t.first, t.end) // group.block_tokens for t in needed]
-        index.append(np.unique(np.concatenate(ranges)))
+        index.append(np.unique(np.arange(needed.first, needed.end) // group.block_tokens))
     ends = np.cumsum([len(each) for each in index])
     assert ends[-1] < NUM_BLOCKS[name]
     draw = np.random.default_rng(3)
@@ -73,7 +72,7 @@ def test_a_request_moves_whole_and_no_other_block_changes(name: str):
         for layer in group["layers"]:
             for block in source[g].ids:
                 fill(views[layer], block)
-    copies = route(here.layout, there.layout).copies(source, into, num_tokens)
+    copies = plan_route(here.layout, there.layout).copies(source, into, num_tokens)
     copy(here, there, copies).wait()
     moved = 0
     for g, group in enumerate(groups):

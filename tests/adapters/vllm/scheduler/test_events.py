@@ -6,11 +6,12 @@ from kvstow.adapters.vllm.cache.layout import declared_groups
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import EngineRequest
 from kvstow.adapters.vllm.scheduler.events import TierEvents
-from kvstow.adapters.vllm.scheduler.recall import Recall
-from kvstow.adapters.vllm.scheduler.stored import RequestKeys
+from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
+from kvstow.adapters.vllm.scheduler.source import OrderBook
 from kvstow.events.announce import Announcer
 from kvstow.events.format import BlockStored
 from kvstow.offload.watch import TierChange
+from pretended_engine import RecallAlone
 from recorded_vllm import IDENTITY, Pool, one_group
 
 BLOCK, NUM_BLOCKS = 4, 8
@@ -29,11 +30,11 @@ def test_a_request_that_grows_is_remembered_block_by_block(monkeypatch: pytest.M
     groups = declared_groups(one_group())
     events = TierEvents(groups, (0,), BLOCK)
     options = ConnectorOptions(host_bytes=1 << 20)
-    recall = Recall(groups, IDENTITY, options, num_blocks=100, events=events)
+    recall = RecallAlone(groups, IDENTITY, options, OrderBook(), num_blocks=100, events=events)
     recall.stores.holds = Pool()
     tokens, hashes = list[int](), list[bytes]()
     request = EngineRequest(id="r", tokens=tokens, hashes=hashes)
-    recall.arrived(request)
+    recall.ask(request)
     ids = (tuple(range(1, NUM_BLOCKS + 1)),)
     for k in range(NUM_BLOCKS):
         tokens.extend(range(k * BLOCK, (k + 1) * BLOCK))
@@ -41,7 +42,7 @@ def test_a_request_that_grows_is_remembered_block_by_block(monkeypatch: pytest.M
             hashes.extend(j.to_bytes(32, "big") for j in range(100 + len(hashes), 101 + k))
         recall.computed("r", len(tokens), ids)
     assert told == [1, 1, 1, 2, 1, 1, 1]
-    recall.finished("r", len(tokens), ids)
+    recall.ended("r", ids, len(tokens))
     assert told[7:] == [NUM_BLOCKS]
     keys = RequestKeys(IDENTITY, request, {BLOCK}).of(BLOCK, len(tokens))
     events.changed([TierChange("host", 0, tuple(keys[2:6]), stored=True)])

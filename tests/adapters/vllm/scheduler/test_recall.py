@@ -8,10 +8,11 @@ import pytest
 from kvstow.adapters.vllm.cache.layout import CacheDeclaration, declared_groups
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import EngineRequest, KeyLevels, KeysPresent
-from kvstow.adapters.vllm.scheduler.recall import Recall
-from kvstow.adapters.vllm.scheduler.stored import Level, RequestKeys
+from kvstow.adapters.vllm.scheduler.key_index import Level, RequestKeys
+from kvstow.adapters.vllm.scheduler.source import OrderBook
 from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, Window
+from pretended_engine import RecallAlone
 from recorded_vllm import IDENTITY, Pool, hybrid, pages, smollm2, v4
 
 OFFLOADS = ConnectorOptions(host_bytes=1 << 20)
@@ -26,9 +27,11 @@ def made(
     declared: CacheDeclaration | None = None,
     identity: Identity = IDENTITY,
     num_blocks: int = 1000,
-) -> tuple[Recall, Pool]:
+    ahead: int = 0,
+) -> tuple[RecallAlone, Pool]:
     groups = declared_groups(declared or hybrid())
-    recall, pool = Recall(groups, identity, options, num_blocks=num_blocks), Pool()
+    recall = RecallAlone(groups, identity, options, OrderBook(), num_blocks=num_blocks, ahead=ahead)
+    pool = Pool()
     recall.meet(["0"])
     recall.stores.holds = pool
     return recall, pool
@@ -62,7 +65,7 @@ ALL = [0, 1, 2, 3, 4, 5]
 def test_the_engine_is_answered_at_once_from_what_workers_have_told():
     recall, _ = made()
     recall.known.told("0", kept(ALL, ALL))
-    assert recall.arrived(asked("d")) is None
+    assert recall.ask(asked("d")) is None
     assert recall.matched("d", 0) == 24
     assert recall.matched("d", 8) == 16
 
@@ -84,26 +87,91 @@ def test_a_hit_needs_all_blocks_of_full_groups_and_the_last_ones_of_windows(
 ):
     recall, _ = made()
     recall.known.told("0", kept(window, full))
-    recall.arrived(asked("d"))
+    recall.ask(asked("d"))
     assert recall.matched("d", 0) == tokens
 
 
 def test_only_what_the_engine_lacks_is_brought_back_and_never_into_null_blocks():
     recall, _ = made()
     recall.known.told("0", kept(ALL, ALL))
-    recall.arrived(asked("d"))
+    recall.ask(asked("d"))
     assert recall.matched("d", 8) == 16
-    order = recall.taken("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 8, 24)
+    order = recall.order("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 8, 24)
     every = tuple(keys())
     assert order.rows == {0: (every[4:], (7, 8)), 1: (every[2:], (3, 4, 5, 6))}
+
+
+@pytest.mark.parametrize(
+    ("params", "computed", "tokens"),
+    [
+        ({"max_load_tokens": 9}, 0, 8),
+        ({"max_load_tokens": 9}, 8, 8),
+        ({"max_load_tokens": 0}, 0, 0),
+        ({"max_load_tokens": 400}, 0, 24),
+        ({"max_load_tokens": -1}, 0, 24),
+        ({"max_load_tokens": "9"}, 0, 24),
+        ({"kv_load_tiers": []}, 0, 0),
+        ({"kv_load_tiers": [{"medium": "cpu"}]}, 0, 24),
+        ({"kv_load_tiers": [{"locality": "local"}]}, 0, 24),
+        ({"kv_load_tiers": [{"medium": "storage"}]}, 0, 0),
+        ({"kv_load_tiers": [{"medium": "cpu", "locality": "remote"}]}, 0, 0),
+        ({"kv_load_tiers": [{"medium": "punch cards"}]}, 0, 24),
+    ],
+)
+def test_a_request_may_limit_what_is_loaded_in_vllms_words(
+    params: dict[str, Any], computed: int, tokens: int
+):
+    """What is not written as vLLM writes it limits nothing."""
+    recall, _ = made()
+    recall.known.told("0", kept(ALL, ALL))
+    recall.ask(asked("d", params=params))
+    assert recall.matched("d", computed) == tokens
+
+
+@pytest.mark.parametrize(
+    ("medium", "is_asked", "tokens"), [("storage", False, 0), ("cpu", False, 8), (None, True, 24)]
+)
+def test_tiers_that_a_request_leaves_out_are_not_asked_for_it(
+    medium: str | None, is_asked: bool, tokens: int
+):
+    recall, _ = made(WITH_DISK)
+    recall.known.told("0", kept(ALL, ALL, Level.BELOW))
+    recall.known.told("0", kept([0, 1], [0, 1]))
+    lookup = recall.ask(asked("d", params={"kv_load_tiers": [{"medium": medium}]}))
+    assert (lookup is not None) == is_asked
+    if lookup is not None:
+        everything = tuple((True,) * len(keys) for keys in lookup.keys)
+        recall.answer(KeysPresent(request="d", present=everything))
+    assert recall.matched("d", 0) == tokens
+
+
+@pytest.mark.parametrize(
+    ("host", "below", "options", "hits"),
+    [
+        (ALL, [], OFFLOADS, {"host": 24}),
+        ([0, 1], [2, 3, 4, 5], WITH_DISK, {"host": 8, "disk": 16}),
+        ([], ALL, WITH_DISK, {"disk": 24}),
+        ([0], [], replace(OFFLOADS, remote="redis://x"), {"host": 4, "external_unspecified": 20}),
+    ],
+)
+def test_tokens_of_a_load_are_told_by_the_tier_that_has_them(
+    host: list[int], below: list[int], options: ConnectorOptions, hits: dict[str, int]
+):
+    """Of rows whose tier is not known, a remote store's may have been found by a look-up."""
+    recall, _ = made(options)
+    recall.known.told("0", kept(below, below, Level.BELOW))
+    recall.known.told("0", kept(host, host))
+    recall.ask(asked("d"))
+    ids = ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6))
+    assert recall.load("d", ids, 0, 24) == hits
 
 
 def test_a_load_is_tried_once_until_the_request_has_computed():
     recall, _ = made()
     recall.known.told("0", kept(ALL, ALL))
-    recall.arrived(asked("d"))
+    recall.ask(asked("d"))
     recall.matched("d", 0)
-    recall.taken("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 0, 24)
+    recall.order("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 0, 24)
     assert recall.matched("d", 0) == 0
     recall.computed("d", 25, ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)))
     assert recall.matched("d", 0) == 24
@@ -112,7 +180,7 @@ def test_a_load_is_tried_once_until_the_request_has_computed():
 def test_rows_on_disk_count_when_the_workers_have_confirmed_them():
     recall, _ = made(WITH_DISK)
     recall.known.told("0", kept(ALL, ALL, Level.BELOW))
-    lookup = recall.arrived(asked("d"))
+    lookup = recall.ask(asked("d"))
     assert lookup is not None
     assert lookup.keys == (tuple(keys()), tuple(keys()))
     assert recall.matched("d", 0) is None
@@ -124,31 +192,31 @@ def test_rows_on_disk_count_when_the_workers_have_confirmed_them():
 def test_a_prompt_that_the_device_holds_does_not_wait_for_a_look_up():
     recall, _ = made(WITH_DISK)
     recall.known.told("0", kept(ALL, ALL, Level.BELOW))
-    assert recall.arrived(asked("d")) is not None
+    assert recall.ask(asked("d")) is not None
     assert recall.matched("d", 20) is None
     assert recall.matched("d", 24) == 0
 
 
 def test_workers_are_not_asked_for_what_is_all_in_host_memory_or_nowhere():
     recall, _ = made(WITH_DISK)
-    assert recall.arrived(asked("nowhere")) is None
+    assert recall.ask(asked("nowhere")) is None
     assert recall.matched("nowhere", 0) == 0
     recall.known.told("0", kept(ALL, ALL))
-    assert recall.arrived(asked("near")) is None
+    assert recall.ask(asked("near")) is None
     assert recall.matched("near", 0) == 24
 
 
 def test_workers_of_a_shared_tier_are_asked_for_what_other_processes_may_have():
     recall, _ = made(replace(OFFLOADS, host_shared="name"))
-    assert recall.arrived(asked("d")) is not None
+    assert recall.ask(asked("d")) is not None
     recall.known.told("0", kept(ALL, ALL))
-    assert recall.arrived(asked("e")) is None
+    assert recall.ask(asked("e")) is None
 
 
 def test_an_answer_of_long_ago_does_not_hide_what_was_stored_since():
     """A preempted request finds what it has stored itself."""
     recall, _ = made(replace(OFFLOADS, host_shared="name"))
-    recall.arrived(asked("d"))
+    recall.ask(asked("d"))
     recall.answer(KeysPresent(request="d", present=((False,) * 6, (False,) * 6)))
     assert recall.matched("d", 0) == 0
     recall.computed("d", 24, ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)))
@@ -159,21 +227,42 @@ def test_an_answer_of_long_ago_does_not_hide_what_was_stored_since():
 ONE = replace(smollm2("BLHNC", 100), groups=(pages(["a"], Full(), heads=1, tokens=4, content=8),))
 BLOCKS = ((1, 2, 3, 4, 5, 6, 7),)
 
-# ── the engine's steps ────────────────────────────────────────────────────────────────────
+# ── drafts ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_step_has_as_many_prompt_tokens_as_its_prompts_and_not_those_that_decode():
-    recall, _ = made()
-    recall.scheduled({"prompt": 40, "another": 16, "decoding": 1, "drafting": 5})
-    assert recall.prompt_tokens == 56
-    recall.scheduled({"decoding": 1})
-    assert recall.prompt_tokens == 0
+def test_rows_with_drafts_are_kept_and_found_under_the_token_that_comes_next():
+    """A draft model's row at a token is made of the next one, too."""
+    recall, _ = made(declared=ONE, ahead=1)
+    recall.ask(asked("r", LONG))
+    assert recall.due["r"] == 5, "a block has a key when the token behind it is there"
+    recall.computed("r", 4, BLOCKS)
+    assert recall.stores.take() is None
+    recall.computed("r", 12, BLOCKS)
+    order = recall.stores.take()
+    assert order is not None
+    assert order.rows[0][1] == (1, 2)
+    recall.computed("r", 25, BLOCKS)
+    rest = recall.stores.take()
+    assert rest is not None
+    assert rest.rows[0][1] == (3, 4, 5, 6)
+    keys = (*order.rows[0][0], *rest.rows[0][0])
+    recall.known.told("0", {0: (keys, bytes([Level.HOST] * 6))})
+    for tokens, found in (
+        (LONG, 24),
+        (LONG[:24], 20),
+        ([*LONG[:24], 7], 20),
+        ([*LONG[:12], 7, *LONG[13:]], 8),
+    ):
+        recall.ask(asked(f"{tokens}", tokens))
+        assert recall.matched(f"{tokens}", 0) == found
+    plain = RequestKeys(IDENTITY, asked("k", LONG), {4}).of(4, 24)
+    assert not set(plain) & set(keys)
 
 
 # ── going out ─────────────────────────────────────────────────────────────────────────────
 
 
-def rows(recall: Recall) -> dict[int, list[int]]:
+def rows(recall: RecallAlone) -> dict[int, list[int]]:
     """The blocks that the next job stores, by group."""
     order = recall.stores.take()
     return {g: list(ids) for g, (_, ids) in order.rows.items()} if order else {}
@@ -182,7 +271,7 @@ def rows(recall: Recall) -> dict[int, list[int]]:
 def test_blocks_are_stored_while_the_request_runs_and_each_once():
     recall, _ = made(declared=ONE)
     tokens = LONG[:10]
-    recall.arrived(asked("r", tokens))
+    recall.ask(asked("r", tokens))
     assert recall.due["r"] == 4
     recall.computed("r", 10, ((1, 2, 3),))
     assert rows(recall) == {0: [1, 2]}
@@ -190,28 +279,28 @@ def test_blocks_are_stored_while_the_request_runs_and_each_once():
     assert recall.due["r"] == 12
     recall.computed("r", 12, ((1, 2, 3),))
     assert rows(recall) == {0: [3]}
-    recall.finished("r", 12, ((1, 2, 3),))
+    recall.ended("r", ((1, 2, 3),), 12)
     assert rows(recall) == {}
 
 
 def test_tokens_that_are_not_known_yet_are_not_stored():
     """An engine that plans ahead counts tokens that it has not sampled."""
     recall, _ = made(declared=ONE)
-    recall.arrived(asked("r", LONG[:6]))
+    recall.ask(asked("r", LONG[:6]))
     recall.computed("r", 9, ((1, 2, 3),))
     assert rows(recall) == {0: [1]}
 
 
 def test_rows_that_are_kept_or_under_way_are_not_stored_again():
     recall, _ = made(declared=ONE)
-    recall.arrived(asked("a", LONG))
-    recall.arrived(asked("b", LONG))
+    recall.ask(asked("a", LONG))
+    recall.ask(asked("b", LONG))
     recall.computed("a", 12, ((1, 2, 3),))
     recall.computed("b", 16, ((4, 5, 6, 7),))
     assert rows(recall) == {0: [1, 2, 3, 7]}
     recall.stores.stored(1, 1)
     recall.known.told("0", {0: (tuple(keys()[:4]), bytes([Level.HOST] * 4))})
-    recall.arrived(asked("c", LONG))
+    recall.ask(asked("c", LONG))
     recall.computed("c", 24, ((8, 9, 10, 11, 12, 13),))
     assert rows(recall) == {0: [12, 13]}
 
@@ -219,7 +308,7 @@ def test_rows_that_are_kept_or_under_way_are_not_stored_again():
 def test_a_preempted_request_comes_back_with_what_it_had_generated():
     recall, pool = made(declared=ONE)
     tokens = list(LONG)
-    recall.arrived(asked("r", tokens))
+    recall.ask(asked("r", tokens))
     assert recall.matched("r", 0) == 0
     recall.computed("r", 25, BLOCKS)
     tokens += range(20)
@@ -234,7 +323,7 @@ def test_a_preempted_request_comes_back_with_what_it_had_generated():
 
 def test_a_preempted_request_stores_what_it_had_no_room_for_before():
     recall, _ = made(declared=ONE, num_blocks=4)
-    recall.arrived(asked("r", LONG))
+    recall.ask(asked("r", LONG))
     recall.computed("r", 24, BLOCKS)
     assert rows(recall) == {0: [1, 2]}
     recall.stores.stored(1, 1)
@@ -247,11 +336,11 @@ def test_a_preempted_request_stores_what_it_had_no_room_for_before():
 def test_blocks_that_were_cached_when_the_request_began_are_looked_at_when_it_ends():
     """They were stored when they were computed; a tier may have lost them since."""
     recall, _ = made(declared=ONE)
-    recall.arrived(asked("r", LONG))
+    recall.ask(asked("r", LONG))
     assert recall.matched("r", 16) == 0
     recall.computed("r", 25, BLOCKS)
     assert rows(recall) == {0: [5, 6]}
-    recall.finished("r", 24, BLOCKS)
+    recall.ended("r", BLOCKS, 24)
     assert rows(recall) == {0: [1, 2, 3, 4]}
 
 
@@ -261,9 +350,9 @@ SLOW = replace(OFFLOADS, store_bytes_per_second=1)
 def test_an_engine_without_free_blocks_gets_those_back_that_wait_to_be_stored():
     recall, pool = made(SLOW, ONE, num_blocks=80)
     assert not recall.make_room()
-    recall.arrived(asked("r", LONG))
+    recall.ask(asked("r", LONG))
     recall.computed("r", 24, BLOCKS)
-    recall.finished("r", 24, BLOCKS)
+    recall.ended("r", BLOCKS, 24)
     assert recall.make_room()
     assert pool.held == set()
     assert recall.counts == {"not stored rows": 6}
@@ -272,7 +361,7 @@ def test_an_engine_without_free_blocks_gets_those_back_that_wait_to_be_stored():
 
 def test_blocks_that_are_being_stored_are_worth_waiting_for_once_their_request_has_let_go():
     recall, pool = made(declared=ONE)
-    recall.arrived(asked("r", LONG))
+    recall.ask(asked("r", LONG))
     pool.hold(BLOCKS[0])
     recall.computed("r", 24, BLOCKS)
     assert recall.stores.take() is not None
@@ -285,7 +374,7 @@ def test_blocks_that_are_being_stored_are_worth_waiting_for_once_their_request_h
 def test_rows_that_wait_stay_while_a_running_request_has_their_blocks():
     """vLLM would wait for blocks that do not come, instead of preempting somebody."""
     recall, pool = made(SLOW, ONE, num_blocks=80)
-    recall.arrived(asked("r", LONG))
+    recall.ask(asked("r", LONG))
     pool.hold(BLOCKS[0][2:])
     recall.computed("r", 24, BLOCKS)
     assert recall.make_room(), "two blocks are in no request any more"
@@ -296,21 +385,21 @@ def test_rows_that_wait_stay_while_a_running_request_has_their_blocks():
 
 def test_rows_that_were_given_up_and_are_stored_later_do_not_count_as_lost():
     recall, _ = made(SLOW, ONE, num_blocks=80)
-    recall.arrived(asked("r", LONG))
+    recall.ask(asked("r", LONG))
     recall.computed("r", 24, BLOCKS)
     assert recall.make_room(), "the request was preempted: nobody has its blocks"
     assert recall.matched("r", 0) == 0
     recall.computed("r", 24, BLOCKS)
-    recall.finished("r", 24, BLOCKS)
+    recall.ended("r", BLOCKS, 24)
     assert len(recall.stores) == 6
     assert recall.counts == {}
 
 
 def test_rows_that_found_no_room_before_their_request_ended_are_counted():
     recall, _ = made(declared=ONE, num_blocks=4)
-    recall.arrived(asked("r", LONG))
+    recall.ask(asked("r", LONG))
     recall.computed("r", 24, BLOCKS)
-    recall.finished("r", 24, BLOCKS)
+    recall.ended("r", BLOCKS, 24)
     assert recall.counts == {"not stored rows": 4}
 
 
@@ -319,7 +408,7 @@ def test_window_blocks_are_stored_where_a_return_is_possible_while_the_request_p
     declared = v4()
     recall, _ = made(declared=declared)
     prompt = list(range(506))
-    recall.arrived(asked("r", prompt))
+    recall.ask(asked("r", prompt))
     sizes = [group.block_tokens for group in declared_groups(declared)]
     tables = tuple(tuple(range(1, -(-506 // size) + 1)) for size in sizes)
     recall.computed("r", 506, tables)
@@ -343,8 +432,8 @@ def test_window_blocks_are_stored_where_a_return_is_possible_while_the_request_p
                 raise AssertionError(group.retention)
     told = {g: (k, bytes([Level.HOST] * len(k))) for g, (k, _) in order.rows.items()}
     recall.known.told("0", told)
-    recall.finished("r", 506, tables)
-    recall.arrived(asked("again", prompt))
+    recall.ended("r", tables, 506)
+    recall.ask(asked("again", prompt))
     assert recall.matched("again", 0) == 256
 
 
@@ -353,7 +442,7 @@ def test_window_blocks_are_stored_where_a_return_is_possible_while_the_request_p
 
 def stored_keys(request: EngineRequest, identity: Identity = IDENTITY) -> tuple[bytes, ...]:
     recall, _ = made(identity=identity)
-    recall.arrived(request)
+    recall.ask(request)
     recall.computed(request.id, len(request.tokens), ((0,) * 6, tuple(range(1, 8))))
     order = recall.stores.take()
     return order.rows[1][0] if order else ()
@@ -398,15 +487,15 @@ def test_a_request_with_embeddings_is_neither_looked_up_nor_stored():
     """Its token ids say nothing about its cache."""
     recall, _ = made(WITH_DISK)
     request = asked("e", shareable=False)
-    assert recall.arrived(request) is None
+    assert recall.ask(request) is None
     assert recall.matched("e", 0) == 0
     assert "e" not in recall.due
-    recall.finished("e", 24, ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 2, 3)))
+    recall.ended("e", ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 2, 3)), 24)
     assert len(recall.stores) == 0
 
 
 def test_a_prompt_shorter_than_a_block_is_neither_looked_up_nor_stored():
     recall, _ = made(WITH_DISK)
-    assert recall.arrived(asked("d", [1, 2, 3, 4])) is None
+    assert recall.ask(asked("d", [1, 2, 3, 4])) is None
     assert recall.matched("d", 0) == 0
     assert recall.due["d"] == 4

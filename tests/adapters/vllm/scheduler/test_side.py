@@ -10,16 +10,15 @@ from kvstow.adapters.vllm.cache.layout import CacheDeclaration, declared_groups
 from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
+    EngineRequest,
+    RanksReport,
     StepOrders,
     WorkerEndpoint,
+    blocks_with_tokens,
     handover_in,
 )
-from kvstow.adapters.vllm.scheduler.side import (
-    EngineRequest,
-    PinnedBlocks,
-    SchedulerSide,
-    blocks_with_tokens,
-)
+from kvstow.adapters.vllm.scheduler.offers import PinnedBlocks
+from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks
 from recorded_vllm import IDENTITY, hybrid
@@ -91,7 +90,7 @@ def test_blocks_beyond_the_computed_tokens_are_not_offered():
 def test_the_generation_grows_when_the_workers_have_sent():
     prefill = side()
     first = handover_in(asked("d", params=offered(prefill)))
-    prefill.sent("r")
+    prefill.apply(RanksReport(), ["r"])
     second = handover_in(asked("d", params=offered(prefill)))
     assert first is not None
     assert second is not None
@@ -261,11 +260,11 @@ def test_a_request_that_finishes_before_any_worker_is_known_gets_no_tickets():
     assert prefill.counts["not offered"] == 1
 
 
-def test_the_worker_of_this_process_adopts_an_offer_before_its_tickets_leave():
+def test_workers_are_told_of_an_offer_at_once_and_in_the_next_step():
     prefill = side()
-    adopted: list[str] = []
-    prefill.meet([CARD], adopt=lambda offer, texts: adopted.extend(texts))
-    assert offered(prefill)["kvstow"]["tickets"] == adopted  # pyright: ignore
+    texts: list[str] = []
+    prefill.meet([CARD], lambda offer, tickets: texts.extend(tickets))
+    assert offered(prefill)["kvstow"]["tickets"] == texts  # pyright: ignore
     assert len(prefill.take_step(computes=False).offers) == 1
 
 
@@ -303,3 +302,74 @@ def test_no_generation_of_a_block_ever_comes_again():
         assert generation == seen[block] if unbroken else generation > seen.get(block, 0)
         seen[block] = generation
         held_now.append(blocks)
+
+
+def siblings(decode: SchedulerSide, params: dict[str, object]) -> None:
+    """A call that asks for two answers: two requests with the same tickets."""
+    for id in ("d", "e"):
+        decode.arrived(asked(id, params=params))
+    assert decode.matched("d", 0) == 9
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 9)
+
+
+def test_a_request_with_the_same_tickets_waits_for_the_first_and_pulls_nothing():
+    """A ticket is read once. What the first has loaded is in the engine's own cache then."""
+    decode = side()
+    siblings(decode, offered(side()))
+    assert decode.matched("e", 0) is None
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 0)
+    assert decode.matched("e", 8) == 0
+    decode.allocated("e", ((1, 2, 4), (1, 2, 4)), 0)
+    assert [pull.request for pull in decode.take_step(computes=True).pulls] == ["d"]
+
+
+def test_a_request_that_ends_does_not_drop_tickets_that_another_pulls():
+    decode = side()
+    siblings(decode, offered(side()))
+    decode.finished(asked("e"), ((), ()), 0)
+    assert decode.take_step(computes=True).drops == []
+
+
+def test_tickets_are_dropped_with_the_last_request_that_carries_them():
+    decode, params = side(), offered(side())
+    for id in ("d", "e"):
+        decode.arrived(asked(id, params=params))
+    decode.finished(asked("e"), ((), ()), 0)
+    assert decode.take_step(computes=True).drops == []
+    decode.finished(asked("d"), ((), ()), 0)
+    assert len(decode.take_step(computes=True).drops) == 1
+
+
+@pytest.mark.parametrize("order", [("other", "d"), ("d", "other")])
+def test_another_prompt_of_the_same_call_leaves_the_tickets_to_whom_they_are_for(
+    order: tuple[str, str],
+):
+    decode, params = side(), offered(side())
+    for id in order:
+        decode.arrived(asked(id, PROMPT if id == "d" else [7, *PROMPT], params=params))
+        assert decode.take_step(computes=True).drops == []
+    assert decode.matched("other", 0) == 0
+    assert decode.matched("d", 0) == 9
+
+
+def test_a_load_whose_blocks_come_after_a_reset_fails():
+    """vLLM 0.33 may give blocks for a load steps after it has asked how much can be loaded."""
+    decode = side()
+    decode.arrived(asked("d", params=offered(side())))
+    assert decode.matched("d", 0) == 9
+    decode.reset()
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 9)
+    (pull,) = decode.take_step(computes=True).pulls
+    assert pull.tickets == ()
+    assert (pull.request, pull.num_tokens) == ("d", 9)
+
+
+def test_rows_whose_blocks_come_after_a_reset_fail_to_load():
+    decode = side(ConnectorOptions(host_bytes=1 << 20))
+    decode.arrived(asked("d"))
+    decode.matched("d", 0)
+    decode.reset()
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 4)
+    step = decode.take_step(computes=True)
+    assert step.loads == []
+    assert step.pulls[0].tickets == ()

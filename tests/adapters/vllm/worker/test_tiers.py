@@ -4,8 +4,9 @@ The engine is pretended: it fills memory and keeps ids. vLLM itself is in tests/
 """
 
 import time
+import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,21 @@ from kvstow.adapters.vllm.cache.layout import (
     declared_groups,
     declared_layout,
 )
+from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, KeysPresent
-from kvstow.adapters.vllm.scheduler.recall import Recall
-from kvstow.adapters.vllm.worker.tiers import LoadJob, WorkerTiers
+from kvstow.adapters.vllm.protocol import (
+    BlockIds,
+    EngineRequest,
+    KeysPresent,
+    StepOrders,
+    StepResults,
+)
+from kvstow.adapters.vllm.scheduler.source import OrderBook
+from kvstow.adapters.vllm.worker.tiers import WorkerTiers
 from kvstow.memory.arena import Arena
+from kvstow.offload.host.shared import remove
 from kvstow.testing.servers import Valkey
+from pretended_engine import RecallAlone
 from recorded_vllm import IDENTITY, Pool, hybrid, one_group
 
 PROMPT = list(range(500, 518))
@@ -33,10 +43,11 @@ PROMPT = list(range(500, 518))
 class Rank:
     """One engine of one rank: who decides, who moves, and the memory."""
 
-    recall: Recall
+    recall: RecallAlone
     tiers: WorkerTiers
     views: dict[str, torch.Tensor]
     pool: Pool
+    counts: EngineCounts
 
     @staticmethod
     def start(options: ConnectorOptions, declared: CacheDeclaration) -> "Rank":
@@ -55,11 +66,12 @@ class Rank:
         }
         arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
         groups = declared_groups(declared)
-        recall = Recall(groups, IDENTITY, options, num_blocks=declared.num_blocks)
+        recall = RecallAlone(groups, IDENTITY, options, OrderBook(), num_blocks=declared.num_blocks)
         recall.stores.holds = pool = Pool()
         recall.meet(["0"])
-        made = Rank(recall, WorkerTiers(arena, options), views, pool)
-        recall.known.told("0", made.tiers.kept())
+        counts = EngineCounts()
+        made = Rank(recall, WorkerTiers(arena, options, counts, name="0"), views, pool, counts)
+        made.step()
         return made
 
     def fill(self, seed: int) -> dict[str, torch.Tensor]:
@@ -71,51 +83,59 @@ class Rank:
 
     def compute(self, tokens: Sequence[int], ids: BlockIds, id: str = "r") -> int:
         """A request whose tokens are in these blocks; rows that were stored of it."""
-        self.recall.arrived(EngineRequest(id=id, tokens=tokens))
+        self.recall.ask(EngineRequest(id=id, tokens=tokens))
         self.recall.matched(id, 0)
         self.recall.computed(id, len(tokens), ids)
-        self.recall.finished(id, len(tokens), ids)
+        self.recall.ended(id, ids, len(tokens))
         return self.store()
+
+    def step(self, step: StepOrders | None = None) -> StepResults:
+        """A step of the engine, whose scheduler hears what has come of it."""
+        step = step or StepOrders()
+        self.tiers.load(step)
+        self.tiers.save(step)
+        results = self.tiers.report()
+        self.recall.apply(results.report)
+        return results
 
     def store(self) -> int:
         """Steps until nothing is to be stored any more; rows that were."""
-        stored, until = 0, time.monotonic() + 20
+        before, until = self.counts["stored rows"], time.monotonic() + 20
         while len(self.recall.stores) and time.monotonic() < until:
-            order = self.recall.stores.take()
-            if order is not None:
-                self.tiers.store(order)
-            for job in self.tiers.stored():
-                assert job.error is None
-                stored += job.num_moved
-                self.recall.stores.stored(job.number, 1)
-            self.recall.known.told("0", self.tiers.kept())
+            self.step(StepOrders(store=self.recall.stores.take()))
+        self.step()
+        assert self.counts["store failed"] == 0
         assert self.pool.held == set()
-        return stored
+        return self.counts["stored rows"] - before
 
     def ask(self, tokens: Sequence[int], id: str = "d") -> int:
         """Tokens of a new request that can come back."""
-        lookup = self.recall.arrived(EngineRequest(id=id, tokens=tokens))
+        lookup = self.recall.ask(EngineRequest(id=id, tokens=tokens))
         if lookup is not None:
             assert self.recall.matched(id, 0) is None
-            self.tiers.look_up(lookup)
-            until = time.monotonic() + 20
-            while not self.tiers.has_answers and time.monotonic() < until:
+            step, until = StepOrders(lookups=[lookup]), time.monotonic() + 20
+            while self.recall.matched(id, 0) is None and time.monotonic() < until:
+                self.step(step)
+                step = None
                 time.sleep(0.001)
-            for answer in self.tiers.answers():
-                self.recall.answer(answer)
         found = self.recall.matched(id, 0)
         assert found is not None
         return found
 
-    def load(self, ids: BlockIds, num_tokens: int, id: str = "d") -> LoadJob:
-        order = self.recall.taken(id, ids, 0, num_tokens)
-        self.tiers.load(order)
+    def load(self, ids: BlockIds, num_tokens: int, id: str = "d") -> bool:
+        """Whether a request's rows have come back."""
+        results = self.step(StepOrders(loads=[self.recall.order(id, ids, 0, num_tokens)]))
         until = time.monotonic() + 20
-        while time.monotonic() < until:
-            for job in self.tiers.loaded():
-                self.recall.known.told("0", self.tiers.kept())
-                return job
-        raise AssertionError("the load never ended")
+        while not results.received and time.monotonic() < until:
+            results = self.step()
+        assert results.received == {id}
+        return not results.failed
+
+    def reasons(self) -> dict[str, int]:
+        """What was counted lately of rows that went to the remote store, or did not."""
+        self.step()
+        counts = self.counts.take()
+        return {name: count for name, count in counts.items() if name.startswith("remote")}
 
     def clear(self) -> None:
         for view in self.views.values():
@@ -151,7 +171,7 @@ def check_came_back(rank: Rank, kept: dict[str, torch.Tensor]) -> None:
     """All rows are there, and no other memory has changed."""
     rank.clear()
     assert rank.ask(PROMPT) == 16
-    assert rank.load(HERE, 16).error is None
+    assert rank.load(HERE, 16)
     for name, places in SAME:
         for there, here in places:
             assert torch.equal(rank.views[name][here], kept[name][there])
@@ -172,6 +192,25 @@ def test_stored_blocks_come_back_also_after_a_restart(
     check_came_back(ranks[0], kept)
 
 
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_rows_in_shared_memory_are_found_by_another_process(is_alive: bool, ranks: list[Rank]):
+    options = replace(on_host(), host_shared=f"kvstow-test-{uuid.uuid4().hex[:12]}")
+    try:
+        writer = Rank.start(options, hybrid("BLHNC", 24))
+        kept = writer.fill(7)
+        assert writer.compute(PROMPT, THERE) == 6
+        writer.tiers.finish()
+        if is_alive:
+            ranks.append(writer)
+        else:
+            writer.tiers.close()
+        reader = Rank.start(options, hybrid("BLHNC", 24))
+        ranks.append(reader)
+        check_came_back(reader, kept)
+    finally:
+        remove(options.host_shared)
+
+
 def test_rows_of_a_process_beside_are_found_on_disk(tmp_path: Path, ranks: list[Rank]):
     ranks += [Rank.start(on_disk(tmp_path), hybrid("BLHNC", 24)) for _ in range(2)]
     writer, reader = ranks
@@ -180,7 +219,7 @@ def test_rows_of_a_process_beside_are_found_on_disk(tmp_path: Path, ranks: list[
     until = time.monotonic() + 20
     while reader.ask(PROMPT, id="early") != 16 and time.monotonic() < until:
         time.sleep(0.1)
-        reader.recall.known.told("0", reader.tiers.kept())
+        reader.step()
     check_came_back(reader, kept)
 
 
@@ -192,7 +231,7 @@ def test_rows_that_went_away_fail_the_load_and_are_known_to_be_gone(
     rank.compute(PROMPT, THERE)
     assert rank.ask(PROMPT) == 16
     forget_everything(rank)
-    assert rank.load(HERE, 16).error is not None
+    assert not rank.load(HERE, 16)
     assert rank.ask(PROMPT, id="again") == 0
 
 
@@ -206,13 +245,13 @@ def test_a_disk_that_cannot_be_asked_has_nothing_and_the_engine_goes_on(
     for group in (0, 1):
         host = rank.tiers.host
         host.evict(group, host.keys(group))
-    rank.recall.known.told("0", rank.tiers.kept())
+    rank.step()
     disk = rank.tiers._disk
     assert disk is not None
     until = time.monotonic() + 20
     while rank.ask(PROMPT, id="early") != 16 and time.monotonic() < until:
         time.sleep(0.1)
-        rank.recall.known.told("0", rank.tiers.kept())
+        rank.step()
     disk.close()
     assert rank.ask(PROMPT) == 0
 
@@ -220,7 +259,7 @@ def test_a_disk_that_cannot_be_asked_has_nothing_and_the_engine_goes_on(
 def forget_everything(rank: Rank) -> None:
     """Another tenant's rows have pushed ours out of both tiers."""
     rank.tiers._mover.drain(10)
-    for tier in (rank.tiers._host, rank.tiers._disk):
+    for tier in (rank.tiers.host, rank.tiers._disk):
         assert tier is not None
         for group in range(len(tier.layout.groups)):
             tier.evict(group, tier.keys(group))
@@ -245,19 +284,19 @@ def test_a_window_that_moves_on_comes_back_at_every_length_it_has_passed(ranks: 
     ranks.append(rank)
     kept = rank.fill(3)
     tokens: list[int] = []
-    rank.recall.arrived(EngineRequest(id="r", tokens=tokens))
+    rank.recall.ask(EngineRequest(id="r", tokens=tokens))
     for step, token in enumerate(PROMPT):
         tokens.append(token)
         window = tuple(k + 1 if 4 * (k + 1) > step - 8 else 0 for k in range(step // 4 + 1))
         rank.recall.computed("r", step + 1, (window, tuple(range(11, 12 + step // 4))))
         rank.store()
-    rank.recall.finished("r", 0, ((), ()))
+    rank.recall.ended("r", ((), ()), 0)
     for length in (8, 12, 16):
         rank.clear()
         asked = [*tokens[:length], 1]
         assert rank.ask(asked, id=f"d{length}") == length
         window = tuple(0 if 4 * (k + 1) <= length - 7 else 20 + k % 4 for k in range(5))
-        assert rank.load((window, (1, 2, 3, 13, 12)), length, id=f"d{length}").error is None
+        assert rank.load((window, (1, 2, 3, 13, 12)), length, id=f"d{length}")
         last = length // 4 - 1
         assert torch.equal(rank.views["layers.0"][window[last]], kept["layers.0"][last + 1])
         assert torch.equal(rank.views["layers.2"][(1, 2, 3, 13)[last]], kept["layers.2"][11 + last])
@@ -284,8 +323,8 @@ def test_rows_of_an_engine_that_has_ended_come_back_from_a_remote_store(
     kept = first.fill(1)
     assert first.compute(PROMPT, THERE) == 6
     first.tiers.close()
-    assert first.tiers.reasons() == {"remote stored rows": 6}
-    assert first.tiers.reasons() == {}  # told once
+    assert first.reasons() == {"remote stored rows": 6}
+    assert first.reasons() == {}  # told once
     for order in ("BLHNC", "LBHNC"):
         ranks.append(Rank.start(remotely(url), hybrid(order, 24)))
         check_came_back(ranks[-1], kept)
@@ -299,9 +338,9 @@ def test_a_dead_remote_store_leaves_host_memory_at_work(ranks: list[Rank], tmp_p
     assert rank.compute(PROMPT, THERE) == 6
     assert rank.ask(PROMPT) == 16
     assert rank.ask([1] * 18, id="e") == 0
-    reasons = rank.tiers.reasons()
+    reasons = rank.reasons()
     assert reasons["remote missed_rows: unreachable"] > 0
-    assert rank.tiers.reasons() == {}  # told once
+    assert rank.reasons() == {}  # told once
 
 
 def test_an_answer_counts_when_all_ranks_have_given_theirs(ranks: list[Rank], valkey: Valkey):
@@ -309,7 +348,7 @@ def test_an_answer_counts_when_all_ranks_have_given_theirs(ranks: list[Rank], va
     rank = Rank.start(remotely(url), hybrid("BLHNC", 24))
     ranks.append(rank)
     rank.recall.meet(["0", "1"])
-    lookup = rank.recall.arrived(EngineRequest(id="d", tokens=PROMPT))
+    lookup = rank.recall.ask(EngineRequest(id="d", tokens=PROMPT))
     assert lookup is not None
     everything = tuple((True,) * len(keys) for keys in lookup.keys)
     rank.recall.answer(KeysPresent(request="d", present=everything))

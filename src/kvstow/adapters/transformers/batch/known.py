@@ -3,33 +3,35 @@
 """What is known of the tokens of one batch, and what may be kept under their names.
 
 Rows are found again by the tokens that a cache was told first, and by those that `remember` told
-of an answer. What is told has to be what the model was given: anything else is refused, or
-nothing is kept of it.
+of an answer. What is told has to be what the model was given: other tokens are refused, and
+nothing is kept of passes that are not as in a prompt.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
-from kvstow.adapters.transformers.batch.prompts import padding_of
 from kvstow.adapters.transformers.memory import ModelMemory
-from kvstow.adapters.transformers.model.ropes import RopeKind
 from kvstow.adapters.transformers.prefixes import PrefixStore
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError
 
+log = logging.getLogger(__name__)
+
 Tensor = torch.Tensor
+
+ANSWER_HINT = "hint: give the prompt and the answer, as generate returns them"
 
 
 class KnownTokens:
-    """The prompts of a batch's sequences; none where nobody told them or they cannot be named."""
+    """The prompts of a batch's sequences; none where nobody told them or they are not reused."""
 
     def __init__(self, memory: ModelMemory, store: PrefixStore | None) -> None:
         self.memory = memory
         self.store = store if memory.ledger.prefixes is not None else None
-        self._rope = RopeKind(memory.rope)
-        self.announced_by: object | None = None
-        """The model whose pass is under way, once it was seen to be given the known tokens."""
+        self.pass_of: object | None = None
+        """The model whose pass is under way, once its tokens were compared."""
         self.forget()
 
     def forget(self) -> None:
@@ -37,42 +39,71 @@ class KnownTokens:
         self.prompts: list[Prompt] = []
         self.num_tokens = 0
         """Tokens of each sequence that somebody has told."""
-        self.heard = HeardTokens()
+        self._passes: list[tuple[int, Tensor | None]] = []
+        self._fault = ""
         self._saved_tokens = 0
         self._has_beams = self._is_unnamed = False
-        self._rope.begin(0)
 
     # ── prompts ───────────────────────────────────────────────────────────────────
-
-    def named(self, prompts: list[Prompt]) -> list[Prompt] | None:
-        """Prompts in the names of the rows that serve them: None where the rope is that of the
-        longest sequence of the batch."""
-        rope = self.memory.rope
-        if rope is None:
-            return prompts
-        named = [rope.named(prompt) for prompt in prompts if not padding_of(prompt)]
-        whole = [prompt for prompt in named if prompt is not None]
-        return whole if len(whole) == len(prompts) else None
 
     def begin(self, prompts: list[Prompt]) -> None:
         """The sequences begin with these prompts, all of one length."""
         self.prompts, self.num_tokens = prompts, len(prompts[0])
-        self._rope.begin(self.num_tokens)
 
-    def leave_unnamed(self) -> None:
-        """The sequences have no names that rows could be found by; `remember` does nothing."""
+    def leave_unnamed(self, reason: str) -> None:
+        """The sequences are computed, and nothing of them is reused; `remember` does nothing."""
+        if reason:
+            log.warning("a batch is computed and not reused: %s", reason)
         self.prompts, self.num_tokens = [], 0
         self._is_unnamed = True
 
     def rearrange(self, origins: Sequence[int]) -> None:
         """Sequence `i` becomes what sequence `origins[i]` was."""
-        self.prompts = [self.prompts[origin] for origin in origins] if self.prompts else []
-        self.heard.rearrange(origins)
+        rows = list(origins)
+        self.prompts = [self.prompts[origin] for origin in rows] if self.prompts else []
+        self._passes = [(at, None if ids is None else ids[rows]) for at, ids in self._passes]
 
     def note_beams(self) -> None:
         """Nobody will say which tokens a sequence has had."""
         self._has_beams = True
-        self.heard = HeardTokens()  # not rearranged again and again: beams are never remembered
+        self._passes = []  # not rearranged again and again: beams are never remembered
+
+    # ── passes ────────────────────────────────────────────────────────────────────
+
+    def begin_pass(self, start: int, ids: Tensor | None, fault: str) -> None:
+        """The model is given these tokens from `start` on; `fault` says why its rows would not be
+        a prompt's. Refuses tokens that are not the known ones."""
+        self._passes.append((start, None if fault else ids))
+        self._fault = fault or self._fault
+        if start < self.num_tokens and ids is not None:
+            self._compare(ids, start)
+
+    def _compare(self, ids: Tensor, start: int) -> None:
+        if len(ids) != len(self.prompts):
+            raise BlockError(
+                f"a cache of {len(self.prompts)} sequences was given {len(ids)}\n\n"
+                "hint: give it one row of tokens for each beam or returned sequence"
+            )
+        for sequence, (row, prompt) in enumerate(zip(ids.tolist(), self.prompts, strict=True)):
+            expected = prompt.tokens[start : start + len(row)].tolist()
+            for at, (token, known) in enumerate(zip(row, expected, strict=False), start):
+                if token != known:
+                    raise BlockError(
+                        f"sequence {sequence}: the model is given {token} as token {at}, the cache "
+                        f"was told {known}\n\nhint: give the model the tokens that follow the "
+                        f"{start} that the cache holds; assisted generation gives whole prompts, "
+                        "so leave tokens out of Cache(...) there"
+                    )
+
+    def doubt(self, start: int) -> str:
+        """Why rows of the pass that begins at `start` cannot be named by the known tokens."""
+        if start >= self.num_tokens or self.memory.passes is None:
+            return ""
+        if self.pass_of is None:
+            return "another model computes them, or the model was called past its hooks"
+        return self._fault
+
+    # ── answers ───────────────────────────────────────────────────────────────────
 
     def remember(self, tokens: Tensor, requests: Sequence[int], num_tokens: int) -> None:
         """Say which tokens the sequences are that hold `num_tokens` of them."""
@@ -89,65 +120,51 @@ class KnownTokens:
                 "the cache's sequences, and may not be among them\n\n"
                 "hint: the prompt is kept without it"
             )
-        check_continues(tokens, self.prompts, self.num_tokens, num_tokens)
-        self.heard.check(tokens, self.num_tokens, num_tokens)
-        given = tokens[:, self.num_tokens : num_tokens].cpu().numpy()
-        for request, row in zip(requests, given, strict=True):
+        self._check_answer(tokens, num_tokens)
+        answer = tokens[:, self.num_tokens : num_tokens].cpu().numpy()
+        for request, row in zip(requests, answer, strict=True):
             self.memory.ledger.append(request, row)
-        self.prompts = [
-            prompt.extended(row) for prompt, row in zip(self.prompts, given, strict=True)
-        ]
+        self.prompts = [p.extended(row) for p, row in zip(self.prompts, answer, strict=True)]
         self.num_tokens = max(self.num_tokens, num_tokens)
 
-    # ── passes ────────────────────────────────────────────────────────────────────
-
-    def check_announced(self, start: int) -> None:
-        """Refuses known tokens' rows of a pass that the memory's model did not make."""
-        unseen = self.memory.watch is not None and self.announced_by is None
-        if unseen and start < self.num_tokens:
+    def _check_answer(self, tokens: Tensor, num_tokens: int) -> None:
+        """Refuses tokens that are not those of the sequences, which hold `num_tokens` each."""
+        if tokens.ndim != 2 or len(tokens) != len(self.prompts):
+            raise BlockError(f"{len(self.prompts)} sequences, tokens are {tuple(tokens.shape)}")
+        if tokens.shape[1] < num_tokens:
             raise BlockError(
-                f"tokens from {start} on are known, and are computed by another model "
-                "than the one that the cache's memory was made for, or past that model's hooks\n\n"
-                "hint: call the model itself, model(...), or leave tokens out of Cache(...)"
+                f"{tokens.shape[1]} tokens for sequences that hold {num_tokens}\n\n{ANSWER_HINT}"
+            )
+        begun = tokens[:, : self.num_tokens].cpu().numpy()
+        if any(
+            (row != p.tokens[: len(row)]).any() for row, p in zip(begun, self.prompts, strict=True)
+        ):
+            raise BlockError(
+                f"the tokens do not begin like those that the cache was made for\n\n{ANSWER_HINT}"
+            )
+        if self._passes and not torch.equal(
+            self._computed(len(tokens), num_tokens),
+            tokens[:, self.num_tokens : num_tokens].cpu().long(),
+        ):
+            fault = f": {self._fault}" if self._fault else ""
+            raise BlockError(
+                f"tokens from {self.num_tokens} on are not those that the model was given{fault}"
+                f"\n\n{ANSWER_HINT}"
             )
 
-    def check_end(self, start: int, wanted: int, hit_tokens: int) -> None:
-        """Refuses a pass over tokens `[start, wanted)` that goes on behind the known ones, where
-        some were found: it is a pass over the whole prompt."""
-        if start < self.num_tokens < wanted and hit_tokens:
-            raise BlockError(
-                f"{hit_tokens} of {self.num_tokens} tokens were found, and the model was given "
-                f"{wanted - start} more: the prompt again, or tokens behind it\n\n"
-                "hint: give it the prompt's last tokens first; assisted generation computes whole "
-                "prompts, so leave tokens out there"
-            )
+    def _computed(self, num_sequences: int, num_tokens: int) -> Tensor:
+        """The tokens that the model was given behind the known ones; −1 where not as in a prompt.
 
-    def names(self, start: int, end: int) -> bool:
-        """Whether the prompts' names hold for a pass over tokens `[start, end)`.
-
-        Not where its rope is another one than theirs and nothing has been computed; tokens behind
-        the known ones are then left out of what may be found.
+        Of what was given for one place several times, as after `crop`, the last counts.
         """
-        if self._rope.has(end):
-            return True
-        if start >= self.num_tokens:
-            self._rope.leave(start)
-            return True
-        if start > 0:
-            raise BlockError(
-                f"{start} of {self.num_tokens} tokens are here as they are in a prompt of that "
-                f"length, and a pass ends at {end}, where the model's rope is another one\n\n"
-                "hint: compute the rest of the prompt in one pass, or leave tokens out of the cache"
-            )
-        return False
-
-    def crop(self, num_tokens: int) -> None:
-        """Tokens from `num_tokens` on were taken back."""
-        self._rope.crop(num_tokens)
-
-    def findable(self, computed: int) -> int:
-        """How many of so many computed tokens may be found as a prefix."""
-        return self._rope.of(computed)
+        known = self.num_tokens
+        computed = torch.full((num_sequences, max(0, num_tokens - known)), -1)
+        for start, ids in self._passes:
+            first, skipped = max(0, start - known), max(0, known - start)
+            part = torch.full_like(computed, -1) if ids is None else ids[:, skipped:].cpu()
+            room = computed[:, first:][:, : part.shape[1]]
+            room.copy_(part[:, : room.shape[1]])
+        return computed
 
     # ── a store ───────────────────────────────────────────────────────────────────
 
@@ -160,8 +177,8 @@ class KnownTokens:
         """Tokens that the store has of every prompt; 0 where these are not equally many."""
         if self.store is None:
             return 0
-        stored = {self.store.num_tokens(prompt) for prompt in prompts}
-        return stored.pop() if len(stored) == 1 else 0
+        lengths = {self.store.num_tokens(prompt) for prompt in prompts}
+        return lengths.pop() if len(lengths) == 1 else 0
 
     def is_due(self, computed: int) -> bool:
         """Whether what was computed is to be stored before windows and states move on: at the end
@@ -177,70 +194,7 @@ class KnownTokens:
         interrupted (`is_torn`), or where they are those of later tokens."""
         if self.store is None:
             return
-        self._saved_tokens = min(self.num_tokens, computed)
-        length = self.findable(self._saved_tokens)
+        length = self._saved_tokens = min(self.num_tokens, computed)
         for prompt, request in zip(self.prompts, requests, strict=True):
             is_running = length == computed and not is_torn
             self.store.save(prompt, request, length, is_running=is_running)
-
-
-# ── what was told, and what the model was given ───────────────────────────────────────
-
-
-def check_continues(
-    tokens: torch.Tensor, prompts: Sequence[Prompt], known: int, num_tokens: int
-) -> None:
-    """Refuses tokens that cannot be those of the sequences: fewer than the `num_tokens` that they
-    hold, or not beginning with the `known` tokens of their prompts."""
-    if tokens.ndim != 2 or len(tokens) != len(prompts):
-        raise BlockError(f"{len(prompts)} sequences, tokens are {tuple(tokens.shape)}")
-    if tokens.shape[1] < num_tokens:
-        raise BlockError(
-            f"{tokens.shape[1]} tokens are told of sequences that hold {num_tokens}\n\n"
-            "hint: give the prompt and the answer, as generate returns them"
-        )
-    begun = tokens[:, :known].cpu().numpy()
-    if any((row != p.tokens[: len(row)]).any() for row, p in zip(begun, prompts, strict=True)):
-        raise BlockError(
-            "the tokens do not begin like those that the cache was made for\n\n"
-            "hint: give the prompt and the answer, as generate returns them"
-        )
-
-
-class HeardTokens:
-    """The tokens that a model was given, pass by pass; None where not as in a prompt."""
-
-    def __init__(self) -> None:
-        self._passes: list[tuple[int, Tensor | None]] = []
-        self._fault = ""
-
-    def hear(self, start: int, ids: Tensor | None, fault: str = "") -> None:
-        """A pass computes these tokens from `start` on; `fault` says why a prompt's rows would be
-        others."""
-        self._passes.append((start, None if fault else ids))
-        self._fault = fault or self._fault
-
-    def rearrange(self, origins: Sequence[int]) -> None:
-        """Sequence `i` becomes what sequence `origins[i]` was."""
-        rows = list(origins)
-        self._passes = [(at, None if ids is None else ids[rows]) for at, ids in self._passes]
-
-    def check(self, tokens: Tensor, known: int, num_tokens: int) -> None:
-        """Refuses tokens that are not those that the model was given behind the known ones.
-
-        Of what was given for one place several times, as after `crop`, the last counts.
-        """
-        if not self._passes:
-            return
-        given = torch.full((len(tokens), max(0, num_tokens - known)), -1)
-        for start, ids in self._passes:
-            first, skipped = max(0, start - known), max(0, known - start)
-            part = given[:, first:] * 0 - 1 if ids is None else ids[:, skipped:].cpu()
-            room = given[:, first:][:, : part.shape[1]]
-            room.copy_(part[:, : room.shape[1]])
-        if not torch.equal(given, tokens[:, known:num_tokens].cpu().to(given.dtype)):
-            fault = f": {self._fault}" if self._fault else ""
-            raise BlockError(
-                f"tokens from {known} on are not those that the model was given{fault}\n\n"
-                "hint: give the prompt and the answer, as generate returns them"
-            )

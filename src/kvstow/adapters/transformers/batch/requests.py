@@ -19,7 +19,7 @@ from kvstow.blocks.ledger import Admission
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError
-from kvstow.plan.retention import Encoder, State
+from kvstow.plan.retention import State
 
 
 class BatchRequests:
@@ -36,7 +36,7 @@ class BatchRequests:
         self._growing = [
             g
             for g, group in enumerate(memory.ledger.groups)
-            if not isinstance(group.retention, State | Encoder)
+            if not isinstance(group.retention, State)
         ]
         self._check_lengths(num_tokens)
         if self.ids:

@@ -9,6 +9,7 @@ import torch
 
 from kvstow.errors import BlockError
 from kvstow.memory.arena import Arena
+from kvstow.plan.view import ceil_div
 
 Tensor = torch.Tensor
 
@@ -59,7 +60,7 @@ def write(pages: Tensor, table: BatchTable, states: Tensor, start: int) -> None:
 def gathered(pages: Tensor, table: BatchTable, start: int, end: int) -> Tensor:
     """The tokens `[start, end)` of all sequences: `[batch, head, token, content]`, contiguous."""
     low = start // table.block_tokens
-    high = -(-end // table.block_tokens)
+    high = ceil_div(end, table.block_tokens)
     ids = table.ids[:, low - table.first : high - table.first]
     batch, blocks = ids.shape
     # By the first axis: by another one, torch's CPU copies all pages first.

@@ -11,7 +11,7 @@ first that a pass touches, the rows are copied before it touches them, and what 
 wants copied then comes from there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -24,7 +24,7 @@ from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError
-from kvstow.plan.retention import Encoder, Window
+from kvstow.plan.retention import Window
 
 Tensor = torch.Tensor
 
@@ -38,13 +38,11 @@ class Sequences:
         *,
         requests: Sequence[int] = (),
         num_tokens: int = 0,
-        encoder_tokens: int = 0,
         store: PrefixStore | None = None,
     ) -> None:
         self.memory = memory
         self.num_tokens = num_tokens
         self.hit_tokens = num_tokens
-        self.encoder_tokens = encoder_tokens
         self.known = KnownTokens(memory, store)
         self._requests = BatchRequests(memory, requests, num_tokens)
         self.running, self._rows = self._requests.running, self._requests.rows
@@ -64,15 +62,22 @@ class Sequences:
 
     def admit(self, prompts: list[Prompt]) -> None:
         """Admit sequences whose tokens are known; equally long hits are not computed again."""
-        named = self.known.named(prompts)
-        found = None if named is None else self._admit(named)
-        if named is None or found is None:
-            self.known.leave_unnamed()
-            self.begin(len(prompts))
+        passes = self.memory.passes
+        change = "" if passes is None else passes.change()
+        num_tokens = None if change else self._admit(prompts)
+        if num_tokens is None:
+            self.begin_unnamed(len(prompts), change)
             return
-        self.known.begin(named)
-        self.num_tokens = self.hit_tokens = self._requests.grown_tokens = found
-        self._fixed_tokens = len(named[0])
+        self.known.begin(prompts)
+        self.num_tokens = self.hit_tokens = self._requests.grown_tokens = num_tokens
+        self._fixed_tokens = len(prompts[0])
+
+    def begin_unnamed(self, batch_size: int, reason: str) -> None:
+        """Admit sequences that are computed and not reused; those without a pass begin again."""
+        self._requests.release(0)
+        self.known.leave_unnamed(reason)
+        self._fixed_tokens = 0
+        self.begin(batch_size)
 
     def _admit(self, prompts: list[Prompt]) -> int | None:
         """Admit prompts with what the store has of them, if that is more than the memory has; how
@@ -102,13 +107,11 @@ class Sequences:
     def release(self) -> None:
         """Give all rows back. What every layer has stored may be found as a prefix later."""
         if self.requests:
-            if self.known.store is not None:
-                self.known.store.begin_pass(0, 0)
             try:
                 self._save()
             finally:
-                self._requests.release(self.known.findable(self.computed_tokens))
-        self.num_tokens = self.hit_tokens = self.encoder_tokens = 0
+                self._requests.release(self.computed_tokens)
+        self.num_tokens = self.hit_tokens = 0
         self._requests.grown_tokens = self._fixed_tokens = 0
         self._seen.clear()
         self.known.forget()
@@ -161,7 +164,6 @@ class Sequences:
         if lost and num_tokens < self.num_tokens:
             raise BlockError(f"{self.num_tokens} tokens cannot become {num_tokens}: {lost}")
         self.num_tokens = num_tokens
-        self.known.crop(num_tokens)
         self._seen = dict.fromkeys(self._seen, num_tokens)
 
     # ── tokens ────────────────────────────────────────────────────────────────────
@@ -203,29 +205,23 @@ class Sequences:
         self._first_touched = self._first_touched or layer
         if layer == self._first_touched:
             self._check_whole(is_torn=self.is_torn)
-            if not self.known.names(self.seen(layer), self.seen(layer) + tokens):
-                self._begin_unnamed()
-        self._save_in_time(layer)
-        self._measure(layer, tokens)
-        wanted = self.seen(layer) + tokens
-        if wanted > self.num_tokens:
+            self._begin_tokens()
+        end = self.seen(layer) + tokens
+        if end > self.num_tokens:
             self._check_whole(is_torn=self._seen_differ)
-            self._grow(wanted)
+            self._grow(end)
 
-    def _begin_unnamed(self) -> None:
-        """Begin again without names, where nothing has been computed."""
-        batch_size = len(self.requests)
-        self._requests.release(0)
-        self.known.leave_unnamed()
-        self._fixed_tokens = 0
-        self._requests.admit([1] * batch_size)
-
-    def _save_in_time(self, layer: str) -> None:
-        """Where a pass begins with this layer, store what the sequences hold before windows and
-        states move on."""
-        if layer != self._first_touched:
-            return
-        self.known.check_announced(self.num_tokens)
+    def _begin_tokens(self) -> None:
+        """A pass begins: is it as in a prompt, and is anything to be stored before windows and
+        states move on?"""
+        doubt = self.known.doubt(self.num_tokens)
+        if doubt and self.num_tokens:
+            raise BlockError(
+                f"{self.num_tokens} of {self.known.num_tokens} tokens are here as in a prompt, the "
+                f"rest is not: {doubt}\n\nhint: leave tokens out of Cache(...)"
+            )
+        if doubt:
+            self.begin_unnamed(len(self.requests), doubt)
         if self.known.is_due(self.computed_tokens):
             self._save()
 
@@ -234,14 +230,6 @@ class Sequences:
         if self.known.has_store:
             self.settle()
             self.known.save(self.requests, self.computed_tokens, is_torn=self.is_torn)
-
-    def _measure(self, layer: str, tokens: int) -> None:
-        """Let a remote store know what computing costs: from a pass's first layer to its last."""
-        store = self.known.store
-        if store is not None and layer == self._first_touched:
-            store.begin_pass(tokens, len(self.requests))
-        elif store is not None:
-            store.mark_pass()
 
     def begin_pass(self, layer: str) -> None:
         """Note that a pass has begun, where no layer but this one would say so."""
@@ -264,10 +252,9 @@ class Sequences:
             self._clock.is_uncounted = False
             self._grow(self.num_tokens + 1)
 
-    def _grow(self, wanted: int) -> None:
-        self.known.check_end(self.num_tokens, wanted, self.hit_tokens)
-        self._requests.grow(wanted, self.num_tokens)
-        self.num_tokens = wanted
+    def _grow(self, end: int) -> None:
+        self._requests.grow(end, self.num_tokens)
+        self.num_tokens = end
 
     # ── rows ──────────────────────────────────────────────────────────────────────
 
@@ -294,27 +281,10 @@ class Sequences:
         v_pages, _ = self._rows.write(layer, "v", values, seen)
         return LayerPages(k_pages, v_pages, table, seen + keys.shape[2], window)
 
-    def encode(self, layer: str, fields: Mapping[str, Tensor]) -> None:
-        """Write all positions of the encoder."""
-        _, spec, _ = self.memory.layout.layers[layer]
-        assert isinstance(spec.retention, Encoder)
-        self.encoder_tokens = min(states.shape[2] for states in fields.values())
-        if self.encoder_tokens > spec.retention.tokens:
-            raise BlockError(
-                f"layer {layer!r}: rows for {spec.retention.tokens} encoder positions, not "
-                f"{self.encoder_tokens}\n\n"
-                f"hint: ModelMemory.of(model, encoder_tokens={self.encoder_tokens})"
-            )
-        for field, states in fields.items():
-            self._rows.write(layer, field, states, 0)
-
     def held(self, layer: str, field: str, start: int) -> Tensor | None:
-        """All entries from `start` on, of the encoder's positions where these are the layer's."""
-        encoded = isinstance(self.memory.layout.layers[layer][1].retention, Encoder)
-        end = self.encoder_tokens if encoded else self.seen(layer)
-        if start >= end:
-            return None
-        return self._rows.gathered(layer, field, start, end)
+        """All entries from `start` on."""
+        end = self.seen(layer)
+        return None if start >= end else self._rows.gathered(layer, field, start, end)
 
     def done(self, layer: str, tokens: int) -> None:
         """Note that a layer has stored so many more tokens."""
@@ -342,6 +312,6 @@ class Sequences:
     def _touch(self, layer: str) -> None:
         """Keep the rows as they are before a pass, where a pass begins with this layer."""
         self._first_touched = self._first_touched or layer
-        self._save_in_time(layer)
         if layer == self._first_touched:
+            self._begin_tokens()
             self.running.keep(self.num_tokens)

@@ -1,55 +1,30 @@
 # pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""What a transformers model really keeps, found by letting it keep a token or a few.
+"""What a transformers model really keeps, found by letting a twin without weights keep a token.
 
-Nothing is derived from the configuration but the retention of each layer: heads, widths and
-element types are those of the tensors that the model hands to its own default cache. So a
-model that stores decompressed keys is described as such, whatever its paper says.
+The twin is of the model's class and configuration, on torch's meta device: nothing is computed,
+and the model itself is not run. Nothing is derived from the configuration but the retention of
+each layer: heads, widths and element types are those of the tensors that the twin hands to its own
+default cache. So a model that stores decompressed keys is described as such, whatever its paper
+says.
 """
 
+import copy
 import inspect
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from math import lcm
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
-from transformers.modeling_outputs import BaseModelOutput
 
-from kvstow.adapters.transformers.model.ropes import length_ropes
 from kvstow.errors import ModelError
-from kvstow.plan.retention import Encoder, Full, Retention, State, Window
+from kvstow.plan.retention import Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
-
-@dataclass(frozen=True, slots=True)
-class HeadShard:
-    """The part of every layer's heads that this process holds.
-
-    The model computes just these, or all of them (`computes_all`) and the others are dropped.
-    """
-
-    rank: int = 0
-    size: int = 1
-    computes_all: bool = False
-
-    def heads(self, computed: int) -> Extent:
-        """What is held, as a part of all ranks' heads, where the model computes so many.
-
-        What cannot be shared out, a latent say, every rank holds whole.
-        """
-        if self.computes_all and computed % self.size:
-            return Extent.whole("head", computed)
-        held = computed // self.size if self.computes_all else computed
-        return Extent("head", held * self.size, ((held * self.rank, held * (self.rank + 1)),))
-
-
-ALL_HEADS = HeadShard()
-"""One process holds everything."""
-
+Rank = tuple[int, int]
+"""Which of how many ranks, each of which holds a part of every layer's heads."""
 
 PLAIN_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer"})
 """Attention layers whose whole content is keys, values and perhaps indexer keys."""
@@ -58,16 +33,16 @@ COMPRESSED_LAYERS = frozenset({"DeepseekV4HCACache", "DeepseekV4CSACache"})
 """Attention layers that keep a window, and one entry for several tokens of all."""
 
 
-def kept_specs(name: str, layer: Any, block_tokens: int, shard: HeadShard) -> tuple[LayerSpec, ...]:
+def kept_specs(name: str, layer: Any, block_tokens: int, tp: Rank) -> tuple[LayerSpec, ...]:
     """The specs of one layer: `name`, `name.state`, `name.indexer`, or none at all."""
     if type(layer).__name__ in COMPRESSED_LAYERS:
         return _compressed(name, layer, block_tokens)
-    attention = _attention(name, layer, block_tokens, shard)
+    attention = _attention(name, layer, block_tokens, tp)
     state = _state(name, layer, block_tokens)
     return attention if state is None else (*attention, state)
 
 
-def _attention(name: str, layer: Any, block_tokens: int, shard: HeadShard) -> tuple[LayerSpec, ...]:
+def _attention(name: str, layer: Any, block_tokens: int, tp: Rank) -> tuple[LayerSpec, ...]:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None:
         return ()
@@ -88,7 +63,7 @@ def _attention(name: str, layer: Any, block_tokens: int, shard: HeadShard) -> tu
             retention=_retention(layer),
             block_tokens=block_tokens,
             states=block_tokens,
-            heads=shard.heads(keys.shape[1]),
+            heads=_held(keys.shape[1], tp),
             fields=(content("k", keys), content("v", values)),
         )
     ]
@@ -199,16 +174,23 @@ def dtype_of(tensor: torch.Tensor) -> DType:
         raise ModelError(f"elements are {name}, not one of {known}") from None
 
 
-TRIAL_TOKENS = 8
+def _held(heads: int, tp: Rank) -> Extent:
+    """A rank's part of all heads. What cannot be shared out, a latent say, every rank holds."""
+    rank, ranks = tp
+    if heads % ranks:
+        return Extent.whole("head", heads)
+    part = heads // ranks
+    return Extent("head", heads, ((part * rank, part * (rank + 1)),))
 
-OWN_CACHES = ("DynamicCache", "EncoderDecoderCache", "MiniMaxCache")
+
+# ── a twin ────────────────────────────────────────────────────────────────────────────
+
+OWN_CACHES = ("DynamicCache", "MiniMaxCache")
 """Caches whose content is described by `kept_layers`, and replaced by a kvstow `Cache`."""
 
 
 def own_cache(model: PreTrainedModel) -> str:
     """The class of the cache that the model makes for itself, as its configuration says."""
-    if model.config.is_encoder_decoder:
-        return "EncoderDecoderCache"
     return "MiniMaxCache" if model.config.model_type == "minimax" else "DynamicCache"
 
 
@@ -219,78 +201,82 @@ def cache_name(model: PreTrainedModel) -> str:
 
 
 @torch.no_grad()
-def trial(model: PreTrainedModel) -> Cache:
-    """The model's own cache after a token, or as many as it keeps one entry for.
+def twin_cache(model: PreTrainedModel) -> Cache:
+    """The own cache of the model's twin after a token, or as many as it keeps one entry for.
 
-    Every layer that keeps something has it then.
+    Every layer that keeps something has it then. Refuses models whose layers attend to an encoder.
     """
-    layers = DynamicCache(config=model.config).layers
-    num_tokens = max(getattr(layer, "compress_rate", 1) for layer in layers)
-    tokens = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
-    given: dict[str, Any] = {"input_ids": tokens}
-    if model.config.is_encoder_decoder:
-        width = model.config.hidden_size
-        position: Any = torch.zeros((1, 1, width), device=model.device, dtype=model.dtype)
-        encoder = BaseModelOutput(last_hidden_state=position)
-        given = {"decoder_input_ids": tokens, "encoder_outputs": encoder}
-    cache = model(use_cache=True, **given).get(cache_name(model))
+    check_decoder(model)
+    base = next(each for each in model.modules() if isinstance(each, PreTrainedModel))
+    config = copy.deepcopy(base.config)
+    config._attn_implementation = "eager"  # pyright: ignore[reportPrivateUsage]
+    config._experts_implementation = "batched_mm"  # pyright: ignore[reportPrivateUsage]  # needs no values
+    num_tokens = max(
+        getattr(layer, "compress_rate", 1) for layer in DynamicCache(config=config).layers
+    )
+    try:
+        with torch.device("meta"):
+            twin = type(base)._from_config(config, dtype=base.dtype).eval()  # pyright: ignore[reportPrivateUsage]
+            _fix_ropes(twin)
+            tokens = torch.zeros((1, num_tokens), dtype=torch.long)
+            cache = twin(input_ids=tokens, use_cache=True).get(cache_name(model))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{type(model).__name__} does not say what it keeps of a token: {error}"
+            "\n\nhint: use the model's own cache"
+        ) from error
     if type(cache).__name__ not in OWN_CACHES:
         kept = "no cache that it shows" if cache is None else f"a {type(cache).__name__}"
         raise ModelError(
             f"{type(model).__name__} keeps its tokens in {kept}\n\n"
             f"hint: models that make a {' or a '.join(OWN_CACHES)} can be served"
         )
-    _check_takes_cache(model, cache, tokens)
     return cache
 
 
-def _check_takes_cache(model: PreTrainedModel, kept: Cache, tokens: torch.Tensor) -> None:
-    """Refuses a model that, given a cache, uses one of its own: with tokens in front of all others,
-    as PEFT's prefix tuning does."""
-    keys = [getattr(layer, "keys", None) for layer in getattr(kept, "layers", ())]
-    if all(each is None or each.shape[-2] <= tokens.shape[1] for each in keys):
-        return
-    given = DynamicCache(config=model.config)
-    model(input_ids=tokens, use_cache=True, past_key_values=given)
-    if given.get_seq_length() == 0:
+def _fix_ropes(twin: PreTrainedModel) -> None:
+    """Ropes that follow the length look at values of positions, and a twin has none."""
+    for module in twin.modules():
+        kind: Any = getattr(module, "rope_type", None)
+        if isinstance(kind, str | dict):
+            fixed: Any = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+            module.rope_type = fixed
+
+
+def check_decoder(model: PreTrainedModel) -> None:
+    """ModelError for models with cross-attention (encoder–decoder models, and Mllama), and for
+    PEFT's prefix tuning."""
+    tuning: Any = getattr(model, "active_peft_config", None)
+    if tuning is not None and tuning.peft_type == "PREFIX_TUNING":
         raise ModelError(
             f"{type(model).__name__} puts keys and values of its own in the place of its cache"
             "\n\nhint: disable such an adapter (PEFT's prefix tuning) before"
         )
-
-
-@torch.no_grad()
-def resumes(model: PreTrainedModel) -> bool:
-    """Whether the model, given several tokens, goes on from the state it finds in its cache.
-
-    Some recurrent models begin anew unless tokens come one by one. Their states must not be
-    reused for a prompt that continues, so this is tried rather than believed.
-    """
-    tokens = torch.arange(2 * TRIAL_TOKENS, device=model.device).unsqueeze(0)
-    whole = model(input_ids=tokens, use_cache=False).logits[:, -1].float()
-    first = model(input_ids=tokens[:, :TRIAL_TOKENS], use_cache=True)
-    given = {cache_name(model): first[cache_name(model)]}
-    parts = model(input_ids=tokens[:, TRIAL_TOKENS:], use_cache=True, **given).logits[:, -1].float()
-    tolerance = max(3e-5, 8 * torch.finfo(model.dtype).eps)
-    return bool((whole - parts).abs().max() <= tolerance * whole.abs().max())
+    configs = (model.config, model.config.get_text_config())
+    if model.config.is_encoder_decoder or any(
+        getattr(config, "cross_attention_layers", None) for config in configs
+    ):
+        raise ModelError(
+            f"{type(model).__name__} attends to an encoder, whose keys and values a cache of rows "
+            "does not hold\n\nhint: use the model's own cache"
+        )
 
 
 def cache_layers(
-    model: PreTrainedModel, *, block_tokens: int = 16, shard: HeadShard = ALL_HEADS
+    model: PreTrainedModel, *, block_tokens: int = 16, tp: Rank = (0, 1)
 ) -> tuple[LayerSpec, ...]:
     """The model's cache as layer specs: `layers.3`, `layers.3.state`, `layers.3.indexer`.
 
     Blocks hold `block_tokens` tokens, or more where these would not make whole entries.
     """
-    return kept_layers(trial(model), block_tokens=block_tokens, shard=shard)
+    return kept_layers(twin_cache(model), block_tokens=block_tokens, tp=tp)
 
 
-def kept_layers(cache: Cache, *, block_tokens: int, shard: HeadShard) -> tuple[LayerSpec, ...]:
+def kept_layers(cache: Cache, *, block_tokens: int, tp: Rank = (0, 1)) -> tuple[LayerSpec, ...]:
     """What a cache that has been used keeps, as layer specs."""
     specs: list[LayerSpec] = []
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    for i, layer in enumerate(own.layers):
-        specs += kept_specs(f"layers.{i}", layer, block_tokens, shard)
+    for i, layer in enumerate(cache.layers):
+        specs += kept_specs(f"layers.{i}", layer, block_tokens, tp)
     states: list[torch.Tensor] = getattr(cache, "linear_cache", [])
     for i, state in enumerate(states):
         if len(state):
@@ -298,78 +284,3 @@ def kept_layers(cache: Cache, *, block_tokens: int, shard: HeadShard) -> tuple[L
     if not specs:
         raise ModelError(f"a model kept nothing in its {type(cache).__name__}")
     return tuple(specs)
-
-
-def crossed_layers(
-    cache: EncoderDecoderCache, encoder_tokens: int, *, block_tokens: int, shard: HeadShard
-) -> tuple[LayerSpec, ...]:
-    """What such a cache keeps of an encoder of at most so many positions: `layers.3.cross`."""
-    return tuple(
-        replace(spec, retention=Encoder(encoder_tokens))
-        for i, layer in enumerate(cache.cross_attention_cache.layers)
-        for spec in kept_specs(f"layers.{i}.cross", layer, block_tokens, shard)
-    )
-
-
-def encoder_positions(model: PreTrainedModel) -> int:
-    """The most positions of the model's encoder, as its configuration says."""
-    most = getattr(model.config, "max_source_positions", None)
-    if most is None:
-        raise ModelError(
-            f"{type(model).__name__} does not say how long its encoder's input may be\n\n"
-            "hint: ModelMemory.of(model, encoder_tokens=...)"
-        )
-    return int(most)
-
-
-def placeholder_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """The ids of tokens that stand for an image, a clip or a sound, as the configuration says."""
-    return frozenset(
-        value
-        for name, value in _settings(model.config.to_dict())
-        if _PLACEHOLDER.search(name) and isinstance(value, int)
-    )
-
-
-def padding_token(model: PreTrainedModel) -> int | None:
-    """The token that `generate` masks as padding where it is given no mask; None where there is
-    none, or where the same token ends sequences."""
-    settings: Any = model.generation_config
-    if settings is None or settings.pad_token_id is None:
-        return None
-    ends = settings.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    return None if settings.pad_token_id in ends else int(settings.pad_token_id)
-
-
-def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of a configuration and of those inside it."""
-    for name, value in config.items():
-        yield str(name), value
-        if isinstance(value, Mapping):
-            yield from _settings(cast("Mapping[str, Any]", value))
-
-
-_PLACEHOLDER = re.compile(r"(image|video|vision|audio|speech)\w*_token_(id|index)$")
-
-
-ROPES_BY_LENGTH = re.compile("dynamic|longrope|^su$")
-"""Ropes that turn all keys by another angle in long sequences than in short ones."""
-
-
-def follows_tokens(model: PreTrainedModel) -> bool:
-    """Whether what is kept of a token depends on it and on those before it, and nothing else.
-
-    Not where the rope follows the sequence's length in a way that is not known (see `ropes`),
-    where tokens see later ones, and in training, where weights change and dropout is random.
-    """
-    if model.training:
-        return False
-    ropes = length_ropes(model)
-    for name, value in _settings(model.config.to_dict()):
-        by_length = name in ("rope_type", "type") and ROPES_BY_LENGTH.search(str(value))
-        if (by_length or (name == "use_dynamic_ntk" and value)) and not ropes:
-            return False
-        if name in ("use_bidirectional_attention", "prefix_lm") and value in (True, "all"):
-            return False
-    return len(ropes) <= 1 and None not in ropes

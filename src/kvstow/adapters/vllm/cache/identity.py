@@ -1,4 +1,3 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """Which computation fills vLLM's cache: its checkpoint, and everything that it is started with."""
 
 import os
@@ -6,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvstow.adapters.vllm.engine import EngineConfig
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.errors import ModelError
 from kvstow.plan.identity import TOKEN_ORDERED, Identity, config_fields
@@ -36,6 +36,9 @@ IMAGE_SETTINGS = (
 """Settings of vLLM's that change numbers and that no checkpoint has. What a request says of its
 images is in their hashes; what the engine says is not."""
 
+WEIGHT_FILES = {"pt": "*.pt", "npcache": "*.bin", "mistral": "consolidated*.safetensors"}
+"""Weights that vLLM loads, by its load format, where it is not the first format that is there."""
+
 LONG_ROPES = ("'longrope'", "'su'")
 
 HINT = (
@@ -44,7 +47,7 @@ HINT = (
 )
 
 
-def identity_of(vllm_config: Any, options: ConnectorOptions) -> Identity:
+def identity_of(vllm_config: EngineConfig, options: ConnectorOptions) -> Identity:
     """Which computation fills the cache: weights, configuration as it runs, cache dtype, kernels.
 
     Raises ModelError where the weights cannot be looked at, unless `options.unverified` says
@@ -69,12 +72,13 @@ def identity_of(vllm_config: Any, options: ConnectorOptions) -> Identity:
         kv_dtype=kv_dtype,
         interior=CPU_INTERIOR if cpu else TOKEN_ORDERED,
         trust_remote_code=bool(getattr(model, "trust_remote_code", False)),
+        weight_files=WEIGHT_FILES.get(str(vllm_config.load_config.load_format), ""),
     )
     running = config_fields({"run": _settings(vllm_config, seen=True)})
     return replace(found, config=tuple(sorted((*found.config, *running))))
 
 
-def _settings(vllm_config: Any, *, seen: bool) -> dict[str, Any]:
+def _settings(vllm_config: EngineConfig, *, seen: bool) -> dict[str, Any]:
     """What the engine runs with that changes its cache, and is not in the checkpoint. Unless it
     was `seen`, somebody vouches for what has no name."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -125,7 +129,7 @@ def _long_rope(model: Any) -> str | None:
     return "long" if model.max_model_len > original else "short"
 
 
-def _draft(vllm_config: Any) -> str | None:
+def _draft(vllm_config: EngineConfig) -> str | None:
     """The weights of a model that drafts tokens, where it has its own: its cache is in the rows."""
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     if draft is None or draft.model == vllm_config.model_config.model:
@@ -134,7 +138,7 @@ def _draft(vllm_config: Any) -> str | None:
     return Identity.of(folder).weights if folder else str(draft.model)
 
 
-def _checkpoint(vllm_config: Any) -> Path:
+def _checkpoint(vllm_config: EngineConfig) -> Path:
     """The folder that vLLM has read its weights from."""
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":

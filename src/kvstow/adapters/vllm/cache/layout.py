@@ -1,4 +1,3 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """What an engine says of its cache → a layout. From its words, never from shapes.
 
     page of layer i of a region, block b   starts at   offset + i · layer_stride + b · block_stride
@@ -19,12 +18,13 @@ import torch
 
 from kvstow.adapters.vllm.cache.identity import identity_of
 from kvstow.adapters.vllm.cache.pages import STATE_KIND, DeclaredPage, declared_page, kernels_of
+from kvstow.adapters.vllm.engine import CacheConfig, CacheGroup, EngineConfig
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
-from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
+from kvstow.plan.layout import ORDERS, Layout, Order, Page, PlacedGroup, Placement
 from kvstow.plan.pack import page_in_one_piece
 from kvstow.plan.retention import short_name
 from kvstow.plan.spec import Extent, Field, LayerSpec
@@ -165,9 +165,9 @@ def _unknown_inside(page: DeclaredPage, order: Order) -> tuple[Extent, tuple[Fie
     return heads, (Field(name, page.dtype, axes),)
 
 
-def _places(declaration: CacheDeclaration, order: Order) -> Mapping[str, Placement]:
+def _places(declaration: CacheDeclaration, order: Order) -> Mapping[str, Page]:
     pages = {page.layer: page for pages in declaration.groups for page in pages}
-    places: dict[str, Placement] = {}
+    places: dict[str, Page] = {}
     for region in declaration.regions:
         for i, layer in enumerate(region.layers):
             if layer in places:
@@ -180,10 +180,10 @@ def _places(declaration: CacheDeclaration, order: Order) -> Mapping[str, Placeme
 
 def _place(
     page: DeclaredPage, region: DeclaredRegion, start: int, order: Order, num_blocks: int
-) -> Placement:
+) -> Page:
     if page.fields:
         return page_in_one_piece(_spec(page, order), order, start, region.block_stride)
-    return Placement(start, region.block_stride, *_inside(page, region, order, num_blocks))
+    return (Placement(start, region.block_stride, *_inside(page, region, order, num_blocks)),)
 
 
 def _inside(
@@ -209,7 +209,7 @@ def _inside(
 # ── from vLLM's own objects ───────────────────────────────────────────────────────────
 
 
-def wanted_layout(vllm_config: Any, options: ConnectorOptions) -> str | None:
+def wanted_layout(vllm_config: EngineConfig, options: ConnectorOptions) -> str | None:
     """The layout to ask vLLM for; None leaves it to vLLM."""
     device = vllm_config.device_config.device_type
     attention = "mla" if vllm_config.model_config.use_mla else "other"
@@ -219,17 +219,12 @@ def wanted_layout(vllm_config: Any, options: ConnectorOptions) -> str | None:
 
 
 def declaration(
-    vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions
+    vllm_config: EngineConfig, kv_cache_config: CacheConfig, options: ConnectorOptions
 ) -> CacheDeclaration:
     """One rank's cache in plain values; MemoryLayoutError for what cannot be taken over."""
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise MemoryLayoutError("context parallelism spreads a block's tokens over ranks")
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        raise MemoryLayoutError(
-            "sleep mode takes the cache's memory away and puts other memory in its place, while "
-            "peers go on with what they were given\n\nhint: without --enable-sleep-mode"
-        )
     ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     tp = (parallel.rank % ranks[0], ranks[0])
     groups = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
@@ -262,7 +257,7 @@ def declaration(
     )
 
 
-def _check_states(kv_cache_config: Any) -> None:
+def _check_states(kv_cache_config: CacheConfig) -> None:
     """MemoryLayoutError where a block may hold a recurrent state after other tokens than its own
     last one.
 
@@ -273,10 +268,11 @@ def _check_states(kv_cache_config: Any) -> None:
         group.layer_names[0]: _spec_of(group, group.layer_names[0])
         for group in kv_cache_config.kv_cache_groups
     }
-    sizes = {spec.block_size for spec in specs.values()} | {kv_cache_config.hash_block_size}
+    sizes: set[int] = {spec.block_size for spec in specs.values()}
+    sizes |= {kv_cache_config.hash_block_size} if kv_cache_config.hash_block_size else set()
     for layer, spec in specs.items():
         saved = type(spec).__name__ == STATE_KIND and spec.num_prefill_checkpoint_blocks
-        others = sorted(sizes - {spec.block_size, None})
+        others = sorted(sizes - {spec.block_size})
         if saved and others:
             raise MemoryLayoutError(
                 f"layer {layer!r}: prefixes end after {others} tokens, too, and its states of "
@@ -286,7 +282,7 @@ def _check_states(kv_cache_config: Any) -> None:
 
 
 def _pages(
-    vllm_config: Any, order: Order, tp: tuple[int, int]
+    vllm_config: EngineConfig, order: Order, tp: tuple[int, int]
 ) -> Callable[[str, Any], DeclaredPage]:
     """The page of a layer, by its name and spec.
 
@@ -307,7 +303,7 @@ def _pages(
     return page
 
 
-def _spec_of(group: Any, layer: str) -> Any:
+def _spec_of(group: CacheGroup, layer: str) -> Any:
     spec = group.kv_cache_spec
     return spec.kv_cache_specs[layer] if type(spec).__name__ == MIXED_KIND else spec
 

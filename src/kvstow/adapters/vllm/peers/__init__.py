@@ -7,6 +7,6 @@
 What comes back is a handover like any other: pulled, fenced, compared, and computed if it fails.
 
 questions  in the scheduler: which requests ask, and what an answer brings
-asking     in the first rank: peers that are met, asked, and left alone when they do not answer
-lending    in every rank: an agent over the host tier
+client     in the first rank: peers that are met, asked, and left alone when they do not answer
+server     in every rank: an agent over the host tier
 """

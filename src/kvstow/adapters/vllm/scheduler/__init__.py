@@ -1,10 +1,13 @@
 """In the scheduler's process, one per engine: decides, and touches no memory.
 
-side        which request hands over, takes over, is stored or comes back
+side        one engine's requests, step by step, with its sources of prefixes
+source      the verbs of a source; what is ordered for the next step
+handovers   tickets that came with requests: checked, kept alive, pulled with, given back
+offers      tickets for requests that have ended
 recall      which beginnings of requests come back, which blocks are stored
-stored      which rows the tiers of all ranks keep; keys of requests
-stores      rows on their way to the tiers: held, in turn, within a bandwidth
-held        blocks of failed pulls that somebody may still write to
+key_index   which rows the tiers of all ranks keep; keys of requests
+store_queue rows on their way to the tiers: held, in turn, within a bandwidth
+block_holds blocks of failed pulls that somebody may still write to
 weights     what the engine computes with, while its weights are changed in place
 journal     which prompts were stored, for `kvstow why`
 events      what the tiers hold, in vLLM's stream of KV events

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstow.adapters.vllm.protocol import EngineRequest
-from kvstow.adapters.vllm.scheduler.stored import RequestKeys
+from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
 from kvstow.errors import SpecError
 from kvstow.events.announce import Announcer, GroupKind
 from kvstow.events.format import CacheEvent

@@ -10,12 +10,13 @@ needs: one is only possible at a multiple of all groups' tokens per block.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import lcm
+from typing import Literal
 
 import numpy as np
 
-from kvstow.adapters.prefill import PROMPT_TOKENS
+from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -23,15 +24,24 @@ from kvstow.adapters.vllm.protocol import (
     KeyedBlocks,
     KeysPresent,
     LoadBlocks,
+    LoadLimits,
     LookUpKeys,
+    RanksReport,
+    StepOrders,
 )
 from kvstow.adapters.vllm.scheduler.events import TierEvents
 from kvstow.adapters.vllm.scheduler.journal import EngineJournal
-from kvstow.adapters.vllm.scheduler.stored import Level, Levels, RequestKeys, StoredKeys
-from kvstow.adapters.vllm.scheduler.stores import RowToStore, StoreQueue
+from kvstow.adapters.vllm.scheduler.key_index import KeyIndex, Level, Levels, RequestKeys
+from kvstow.adapters.vllm.scheduler.source import Hits, HitSource, OrderBook, PrefixSource
+from kvstow.adapters.vllm.scheduler.store_queue import RowToStore, StoreQueue
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
-from kvstow.plan.retention import Full, can_hit, seen_blocks
+from kvstow.plan.retention import Full, longest_prefix, seen_blocks
+from kvstow.plan.view import align_up
+
+Stage = Literal["asking", "known", "loading"]
+"""What the workers keep of a request is being asked; is known; a load was ordered, and nothing
+computed since: there is no second one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,21 +50,17 @@ class RecalledRequest:
 
     request: EngineRequest
     keys: RequestKeys
-    passed: list[int] = field(default_factory=list[int])
+    passed: list[int]
     """Per group, how many blocks were looked at to be stored, or were there when it began."""
+    limits: LoadLimits
+    stage: Stage = "known"
+    answer: KeysPresent | None = None
+    """What some ranks have answered, all of them once it is known."""
     announced: int = 0
     """Tokens whose blocks events may tell of."""
-    asked: bool = False
-    partial: KeysPresent | None = None
-    """What some ranks have answered."""
-    answer: KeysPresent | None = None
-    tried: bool = False
-    """A load was ordered, and nothing computed since: there is no second one."""
-    explained: bool = False
-    """The journal was told how much of it was found."""
 
 
-class Recall:
+class Recall(PrefixSource):
     """Look-ups, loads and stores of one engine."""
 
     def __init__(
@@ -62,22 +68,26 @@ class Recall:
         groups: Sequence[Group],
         identity: Identity,
         options: ConnectorOptions,
+        book: OrderBook,
         *,
         num_blocks: int,
         num_ranks: int = 1,
+        ahead: int = 0,
         events: TierEvents | None = None,
-        counts: Counter[str] | None = None,
+        counts: EngineCounts | None = None,
     ) -> None:
         self._events = events
         self._groups = tuple(groups)
         self._identity = identity
         self._options = options
+        self._book = book
+        self._ahead = ahead
         self._unit = lcm(*(group.block_tokens for group in groups))
         self._sizes = {group.block_tokens for group in groups}
         self._requests: dict[str, RecalledRequest] = {}
         self.due: dict[str, int] = {}
         """By request, with how many tokens a block is full that was not when last looked at."""
-        self.known = StoredKeys(len(groups))
+        self.known = KeyIndex(len(groups))
         self.journal = _journal(options, identity, self._unit)
         self.stores = StoreQueue(
             [sum(layer.page_bytes for layer in group.layers) for group in groups],
@@ -85,9 +95,7 @@ class Recall:
             bytes_per_second=options.store_bytes_per_second,
             num_ranks=num_ranks,
         )
-        self.counts: Counter[str] = Counter() if counts is None else counts
-        self.prompt_tokens = 0
-        """Tokens of prompts in the step that was planned last."""
+        self.counts = EngineCounts() if counts is None else counts
 
     def meet(self, ranks: Sequence[str]) -> None:
         """These ranks have tiers. They may be fewer than there are, where a connector beside ours
@@ -97,117 +105,155 @@ class Recall:
 
     # ── coming back ───────────────────────────────────────────────────────────────
 
-    def arrived(
-        self,
-        request: EngineRequest,
-        keys: RequestKeys | None = None,
-        *,
-        has_tickets: bool = False,
-    ) -> LookUpKeys | None:
-        """A request is queued, with `keys` where it has some already. What the workers are to be
-        asked: whether rows are there that only they can see, on disk or in other processes' memory.
-        One that `has_tickets` takes its rows over."""
+    def arrived(self, request: EngineRequest, keys: RequestKeys, *, has_tickets: bool) -> None:
+        """The workers are asked whether rows are there that only they can see, on disk or in other
+        processes' memory. A request that `has_tickets` takes its rows over."""
         if not request.shareable:
-            return None
-        if keys is None or keys.identity is not self._identity:
-            keys = RequestKeys(self._identity, request, self._sizes)
-        found = self._requests[request.id] = RecalledRequest(request, keys)
-        self._pass(found, 0)
-        limit = self._limit(found)
-        if has_tickets or not limit or not self._must_ask(found, limit):
-            return None
-        found.asked = True
-        self._announce(found, limit)
-        return LookUpKeys(
-            request=request.id,
-            keys=tuple(tuple(keys.of(g.block_tokens, limit)) for g in self._groups),
-        )
+            return
+        if keys.identity is not self._identity:
+            keys = RequestKeys(self._identity, request, self._sizes, ahead=self._ahead)
+        entry = RecalledRequest(request, keys, [0] * len(self._groups), request.load_limits)
+        self._requests[request.id] = entry
+        self._note_due(entry)
+        limit = self._limit(entry)
+        if has_tickets or not limit or not self._must_ask(entry, limit):
+            return
+        entry.stage = "asking"
+        self._announce(entry, limit)
+        each = tuple(tuple(keys.of(g.block_tokens, limit)) for g in self._groups)
+        self._book.step.lookups.append(LookUpKeys(request=request.id, keys=each))
 
-    def _must_ask(self, request: RecalledRequest, limit: int) -> bool:
+    def _must_ask(self, entry: RecalledRequest, limit: int) -> bool:
         options = self._options
-        if not (options.disk_path or options.host_shared or options.remote):
+        has_more = options.disk_path or options.host_shared or options.remote
+        if not has_more or self._least_level(entry) != Level.BELOW:
             return False
-        levels = self._levels(request, limit)
-        near = self._longest(levels, limit, Level.HOST)
+        near = self._longest(entry, limit, Level.HOST)
         if options.host_shared or options.remote:
             return near < limit
-        return near < self._longest(levels, limit, Level.BELOW)
+        return near < self._longest(entry, limit, Level.BELOW)
 
-    def answer(self, answer: KeysPresent) -> None:
+    def apply(self, report: RanksReport) -> None:
+        for answer in report.present.values():
+            self._answered(answer)
+        for rank, kept in report.kept.items():
+            self.known.told(rank, kept)
+        for job, ranks in report.stored.items():
+            self.stores.stored(job, ranks)
+
+    def _answered(self, answer: KeysPresent) -> None:
         """Which rows are there, by the word of some ranks; known when all have answered."""
-        request = self._requests.get(answer.request)
-        if request is None:
-            return
-        request.partial = answer if request.partial is None else request.partial.both(answer)
-        if request.partial.ranks >= self.stores.num_ranks:
-            request.answer = request.partial
+        entry = self._requests.get(answer.request)
+        if entry is not None:
+            entry.answer = answer if entry.answer is None else entry.answer.both(answer)
+            if entry.stage == "asking" and entry.answer.ranks >= self.stores.num_ranks:
+                entry.stage = "known"
 
-    def matched(self, id: str, num_computed: int) -> int | None:
-        """Tokens beyond `num_computed` that can be brought back; None while it is not known.
-
-        Asked of a request that begins, or begins again after it was preempted.
-        """
-        request = self._requests.get(id)
-        if request is None or request.tried:
-            return 0
-        self._pass(request, num_computed)
-        limit = self._limit(request)
-        if limit <= num_computed:
-            return 0
-        if request.asked and request.answer is None:
+    def reach(self, id: str, num_computed: int, num_held: int) -> int | None:
+        """Asked of a request that begins, or begins again after it was preempted."""
+        entry = self._requests.get(id)
+        if entry is None or entry.stage == "loading":
+            return num_held
+        self._pass(entry, num_computed)
+        limit = self._limit(entry, num_computed)
+        if limit <= num_held:
+            return num_held
+        if entry.stage == "asking":
             return None
-        levels = self._levels(request, limit)
-        found = self._longest(levels, limit, Level.BELOW if request.answer else Level.HOST)
-        if self.journal is not None and not request.explained:
-            request.explained = True
-            self.journal.looked_up(request.request, found)
-        return max(0, found - num_computed)
+        return max(num_held, self._found(entry, limit))
 
-    def _limit(self, request: RecalledRequest) -> int:
-        """What could be loaded at most: the last token is always computed."""
-        return max(0, len(request.request.tokens) - 1) // self._unit * self._unit
+    def _found(self, entry: RecalledRequest, limit: int) -> int:
+        """Tokens of the longest beginning that can be brought back."""
+        least = self._least_level(entry) if entry.answer else Level.HOST
+        return self._longest(entry, limit, least)
 
-    def _levels(self, request: RecalledRequest, limit: int) -> list[Levels]:
-        found: list[Levels] = []
-        for g, group in enumerate(self._groups):
-            levels = self.known.levels(g, request.keys.of(group.block_tokens, limit))
-            if request.answer is not None:
-                told = np.zeros(len(levels), np.uint8)
-                present = request.answer.present[g][: len(levels)]
-                told[: len(present)] = present
-                levels = np.where(levels == Level.HOST, levels, told * np.uint8(Level.BELOW))
-            found.append(levels)
-        return found
+    def _least_level(self, entry: RecalledRequest) -> Level:
+        """From where rows of this request may come."""
+        allows = entry.limits.allows
+        if allows("storage", "local") or (self._options.remote and allows("storage", "remote")):
+            return Level.BELOW
+        return Level.HOST
 
-    def _longest(self, levels: Sequence[Levels], limit: int, least: Level) -> int:
+    def _limit(self, entry: RecalledRequest, num_computed: int = 0) -> int:
+        """What could be loaded at most: the last token is always computed, and keys may cover
+        what comes behind a block."""
+        tokens = len(entry.request.tokens) - max(1, self._ahead)
+        most = entry.limits.up_to(tokens, num_computed)
+        return max(0, most) // self._unit * self._unit
+
+    def _levels(self, entry: RecalledRequest, g: int, num_blocks: int) -> Levels:
+        """Where the first blocks of a group are kept, by every rank, as far as they may come from
+        there."""
+        size = self._groups[g].block_tokens
+        levels = self.known.levels(g, entry.keys.of(size, num_blocks * size))
+        if not entry.limits.allows("cpu", "local"):
+            levels[levels == Level.HOST] = Level.GONE
+        if entry.answer is None:
+            return levels
+        told = np.zeros(num_blocks, np.uint8)
+        present = entry.answer.present[g][:num_blocks]
+        told[: len(present)] = present
+        return np.where(levels == Level.HOST, levels, told * np.uint8(Level.BELOW))
+
+    def _longest(self, entry: RecalledRequest, limit: int, least: Level) -> int:
         """The longest beginning that every group can serve from rows of at least that level."""
-        lengths = np.arange(0, limit + 1, self._unit)
-        for group, each in zip(self._groups, levels, strict=True):
-            lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, each >= least)]
-        return int(lengths.max(initial=0))
+        return longest_prefix(
+            enumerate(self._groups),
+            limit,
+            lambda g, num_blocks: self._levels(entry, g, num_blocks) >= least,
+        )
 
-    def taken(self, id: str, ids: BlockIds, start: int, length: int) -> LoadBlocks:
-        """The engine has given blocks for tokens `[start, length)`: what to bring where.
+    def has(self, id: str) -> bool:
+        """Whether something may come back for a request: there was no reset since it came."""
+        return id in self._requests
 
-        Every block that it has given is brought, or the load fails: the engine counts them all as
-        filled.
-        """
-        request = self._requests[id]
-        request.tried = True
-        self._pass(request, length)
+    def load(self, id: str, ids: BlockIds, start: int, num_tokens: int) -> Hits:
+        """Every block that the engine has given is brought, or the load fails: the engine counts
+        them all as filled."""
+        entry = self._requests[id]
+        self._explain(entry)
+        entry.stage = "loading"
+        self._pass(entry, num_tokens)
         rows: dict[int, KeyedBlocks] = {}
         for g, group in enumerate(self._groups):
-            keys = request.keys.of(group.block_tokens, length)
+            keys = entry.keys.of(group.block_tokens, num_tokens)
             first = start // group.block_tokens
             places = [k for k in range(first, len(keys)) if ids[g][k] > 0]
             rows[g] = tuple(keys[k] for k in places), tuple(ids[g][k] for k in places)
-        return LoadBlocks(request=id, rows=rows, num_tokens=length - start)
+        self._book.step.loads.append(
+            LoadBlocks(request=id, rows=rows, num_tokens=num_tokens - start)
+        )
+        return self._hits(rows, num_tokens - start)
+
+    def _hits(self, rows: Mapping[int, KeyedBlocks], num_tokens: int) -> Hits:
+        """The tokens by the tiers that hold the rows of the group that has most of them."""
+        g, (keys, _) = max(rows.items(), key=lambda each: len(each[1][0]))
+        hits = Counter[HitSource]()
+        for level in self.known.levels(g, keys).tolist():
+            hits[self._source_of(level)] += self._groups[g].block_tokens
+        if not hits:
+            return {"host": num_tokens}
+        hits[next(iter(hits))] += num_tokens - hits.total()
+        return {source: count for source, count in hits.items() if count > 0}
+
+    def _source_of(self, level: int) -> HitSource:
+        if level == Level.HOST:
+            return "host"
+        return (
+            "disk" if level == Level.BELOW or not self._options.remote else "external_unspecified"
+        )
+
+    def computes(self, id: str) -> None:
+        entry = self._requests.get(id)
+        if entry is not None and entry.stage == "known":
+            self._explain(entry)
+
+    def _explain(self, entry: RecalledRequest) -> None:
+        """Have the journal say why no more of a request is found."""
+        if self.journal is not None:
+            self.journal.looked_up(entry.request, self._found(entry, self._limit(entry)))
 
     # ── going out ─────────────────────────────────────────────────────────────────
-
-    def scheduled(self, num_tokens: Mapping[str, int]) -> None:
-        """The engine has planned a step with so many tokens of these requests."""
-        self.prompt_tokens = sum(count for count in num_tokens.values() if count >= PROMPT_TOKENS)
 
     def _pass(self, request: RecalledRequest, num_tokens: int) -> None:
         """Blocks of the first tokens are not looked at to be stored."""
@@ -216,19 +262,25 @@ class Recall:
 
     def _note_due(self, request: RecalledRequest) -> None:
         each = zip(request.passed, self._groups, strict=True)
-        self.due[request.request.id] = min((done + 1) * group.block_tokens for done, group in each)
+        tokens = min((done + 1) * group.block_tokens for done, group in each)
+        self.due[request.request.id] = tokens + self._ahead
 
     def computed(self, id: str, num_tokens: int, ids: BlockIds) -> None:
         """With the step that is planned, so many tokens of a request are in these blocks."""
         request = self._requests.get(id)
         if request is None:
             return
-        request.tried = False
-        num_tokens = min(num_tokens, len(request.request.tokens))
+        if request.stage == "loading":
+            request.stage = "known"
+        num_tokens = self._num_keyed(request, num_tokens)
         self._announce(request, num_tokens)
         for g in range(len(self._groups)):
             self._queue(request, g, num_tokens, ids[g])
         self._note_due(request)
+
+    def _num_keyed(self, request: RecalledRequest, num_tokens: int) -> int:
+        """Of the first tokens, those whose blocks have keys."""
+        return max(0, min(num_tokens, len(request.request.tokens)) - self._ahead)
 
     def _announce(self, request: RecalledRequest, num_tokens: int) -> None:
         """Events may tell of these blocks from now on."""
@@ -258,9 +310,8 @@ class Recall:
         group = self._groups[g]
         if isinstance(group.retention, Full):
             return True
-        length = -(-(block + 1) * group.block_tokens // self._unit) * self._unit
-        sinks, rest = seen_blocks(group.retention, length, group.block_tokens)
-        return block in sinks or block in rest
+        length = align_up((block + 1) * group.block_tokens, self._unit)
+        return block in seen_blocks(group.retention, length, group.block_tokens)
 
     def make_room(self) -> bool:
         """The engine has no block left. Whether some are free now, or soon, that were held.
@@ -270,6 +321,10 @@ class Recall:
         given_up = self.stores.give_up_free()
         self._lost(sum(row.request not in self._requests for row in given_up))
         return bool(given_up) or self.stores.will_free
+
+    def give_up(self) -> None:
+        """No step may come for long: rows that wait for one are not stored."""
+        self._lost(len(self.stores.give_up()))
 
     def _lost(self, num_rows: int) -> None:
         """So many rows are not stored, for good."""
@@ -281,7 +336,10 @@ class Recall:
         self._requests.pop(id, None)
         self.due.pop(id, None)
 
-    def finished(self, id: str, num_tokens: int, ids: BlockIds) -> None:
+    def plan(self, step: StepOrders) -> None:
+        step.store = self.stores.take()
+
+    def ended(self, id: str, ids: BlockIds, num_tokens: int) -> None:
         """A request is over. What is not stored of its blocks is queued, as far as there is room:
         of those, too, that were cached or loaded when it began, and that a tier may have lost."""
         request = self._requests.get(id)
@@ -292,6 +350,7 @@ class Recall:
         self.computed(id, num_tokens, ids)
         self.forget(id)
         self._note(request, num_tokens)
+        num_tokens = self._num_keyed(request, num_tokens)
         left = sum(
             self._is_wanted(g, k, keys[k])
             for g, group in enumerate(self._groups)
@@ -317,7 +376,7 @@ class Recall:
         self._identity = identity
         self._requests.clear()
         self.due.clear()
-        self._lost(len(self.stores.give_up()))
+        self.give_up()
         if self.journal is not None:
             self.journal.identity = identity
 

@@ -1,32 +1,38 @@
-"""Offers reach workers of other processes before the engine's next step.
+"""Offers: blocks that stay for somebody with a ticket, from the first word of it to its end.
 
-A worker is given its orders when the engine steps, and an engine that is driven by hand
-(`LLM.generate`) takes no step once its last request has ended. So the scheduler's side tells the
-workers on its machine of an offer as soon as it is made, by a datagram with a mark that only it
-can make. One that does not arrive (another machine, a ticket of more than some 200 KB, a full
-queue) costs nothing: the next step tells.
+The scheduler's side writes a ticket when a request ends, and tells every worker of it twice: by a
+datagram at once, with a mark that only it can make, and in the engine's next step. Either makes the
+lease; an engine that is driven by hand (`LLM.generate`) takes no step once its last request has
+ended. A datagram that does not arrive (another machine, a ticket of more than some 200 KB, a full
+queue) costs nothing: the next step tells, and a consumer that was faster tries once more.
 """
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from hmac import compare_digest
-from secrets import token_hex
-from threading import Thread
+from secrets import token_bytes, token_hex
+from threading import RLock, Thread
 from weakref import finalize
 
-import msgspec
-
-from kvstow.adapters.vllm.protocol import OfferBlocks, WorkerEndpoint
-from kvstow.errors import KvstowError
+from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.protocol import (
+    OfferBlocks,
+    StepOrders,
+    StepResults,
+    WorkerEndpoint,
+)
+from kvstow.adapters.vllm.worker.generations import LeasedGenerations
+from kvstow.adapters.vllm.worker.part import RankPart
+from kvstow.errors import KvstowError, TransferError
+from kvstow.transfer.agent import Agent
+from kvstow.transfer.tickets.lease import EndReason
 from kvstow.transfer.tickets.ticket import Ticket
 
 log = logging.getLogger(__name__)
-
-Told = tuple[str, str]
-"""A request, and the ticket of the worker that is told."""
 
 MARK_BYTES = 32
 MAX_BYTES = 1 << 20
@@ -36,44 +42,106 @@ def _mark(secret: bytes, body: bytes) -> bytes:
     return blake2b(body, digest_size=MARK_BYTES, key=secret, person=b"kvstow offer").digest()
 
 
-class OfferInbox:
-    """Where a worker is told of offers: a socket on its machine, for who knows its secret."""
+class RankOffers(RankPart):
+    """Leases that the scheduler's side has given out on this rank's blocks.
 
-    def __init__(self, secret: bytes, hear: Callable[[OfferBlocks], None]) -> None:
-        self.address = f"\0kvstow-{token_hex(16)}"  # a name, not a file: nothing is left behind
-        self._secret = secret
-        self._hear = hear
+    `counts` is told how they end. A lease may be read and end before a step has named it, yet its
+    request's blocks are not reported as sent before: what else needs them comes with that step.
+    `lock` guards the agent's owner and counts: datagrams come in a thread of their own.
+    """
+
+    def __init__(
+        self, agent: Agent, blocks: LeasedGenerations, counts: EngineCounts, lock: RLock
+    ) -> None:
+        self._agent = agent
+        self._blocks = blocks
+        self._counts = counts
+        self._lock = lock
+        self._running: set[int] = set()
+        """Leases that somebody may still read."""
+        self._heard: set[int] = set()
+        """Leases that no step has named yet."""
+        self._requests: dict[int, str] = {}
+        """By lease that a step has named, the request whose blocks stay."""
+        self.secret = token_bytes(16)
+        self.inbox = f"\0kvstow-{token_hex(16)}"  # a name, not a file: nothing is left behind
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(self.address)
+        self._socket.bind(self.inbox)
         self._is_open = True
-        self._thread = Thread(target=self._serve, name="kvstow offers", daemon=True)
+        self._thread = Thread(target=self._listen, name="kvstow offers", daemon=True)
         self._thread.start()
 
-    def _serve(self) -> None:
-        while self._is_open:
-            told = self._socket.recv(MAX_BYTES)
-            mark, body = told[:MARK_BYTES], told[MARK_BYTES:]
-            if compare_digest(mark, _mark(self._secret, body)):
-                self._take(body)
+    # ── what the rank does in a step ──────────────────────────────────────────────
 
-    def _take(self, body: bytes) -> None:
-        try:
-            request, ticket = msgspec.msgpack.decode(body, type=Told)
-            self._hear(OfferBlocks(request=request, tickets=(Ticket.parse(ticket),)))
-        except (KvstowError, msgspec.MsgspecError):
-            log.exception("an offer of the scheduler's")
+    def begin(self, step: StepOrders) -> None:
+        """Somebody may show a ticket already that the scheduler's side has just given out."""
+        for offer in step.offers:
+            ticket = self._ticket(offer)
+            if ticket.lease in self._heard:
+                self._heard.discard(ticket.lease)
+            elif ticket.start == self._agent.endpoint.start:  # not of before the engine slept
+                self._adopt(ticket)
+            self._requests[ticket.lease] = offer.request
+
+    def report(self) -> StepResults:
+        """Requests whose leases are over since the last time."""
+        over = [lease for lease in self._requests if lease not in self._running]
+        return StepResults(sent=frozenset(self._requests.pop(lease) for lease in over))
 
     def close(self) -> None:
         """Listen no more."""
         self._is_open = False
         with suppress(OSError):
-            self._socket.sendto(b"", socket.MSG_DONTWAIT, self.address)  # wakes the thread
+            self._socket.sendto(b"", socket.MSG_DONTWAIT, self.inbox)  # wakes the thread
         self._thread.join(1.0)
         self._socket.close()
 
+    # ── offers ────────────────────────────────────────────────────────────────────
+
+    def _adopt(self, ticket: Ticket) -> None:
+        """Keep what a ticket promises, from now on."""
+        self._running.add(ticket.lease)
+        with self._blocks.unretired(ticket):
+            self._agent.adopt(  # for all ranks of a decode instance
+                ticket, readers=None, on_end=partial(self._end, ticket.lease)
+            )
+
+    def _end(self, lease: int, reason: EndReason) -> None:
+        self._running.discard(lease)
+        self._counts[f"lease {reason}"] += 1
+
+    def _ticket(self, offer: OfferBlocks) -> Ticket:
+        for ticket in offer.tickets:
+            if ticket.agent == self._agent.name:
+                return ticket
+        raise TransferError(
+            f"request {offer.request}: none of {len(offer.tickets)} tickets is of agent "
+            f"{self._agent.name!r}",
+            kind="ticket",
+        )
+
+    def _listen(self) -> None:
+        while self._is_open:
+            message = self._socket.recv(MAX_BYTES)
+            mark, body = message[:MARK_BYTES], message[MARK_BYTES:]
+            if compare_digest(mark, _mark(self.secret, body)):
+                try:
+                    self.hear(Ticket.parse(body.decode()))
+                except (KvstowError, UnicodeError):
+                    log.exception("an offer of the scheduler's")
+
+    def hear(self, ticket: Ticket) -> None:
+        """Adopt an offer that was told between two steps, unless a step was faster: its lease may
+        be over by now."""
+        lease = ticket.lease
+        with self._lock:
+            if lease not in self._requests and not self._agent.server.leases.has_ended(lease):
+                self._adopt(ticket)
+                self._heard.add(lease)
+
 
 class OfferSender:
-    """Tells each worker of its tickets."""
+    """Tells each worker of its tickets, at once."""
 
     def __init__(self, workers: Sequence[WorkerEndpoint]) -> None:
         self._workers = {worker.agent: worker for worker in workers}
@@ -84,7 +152,7 @@ class OfferSender:
         """Every worker that can be told is told, and not waited for. `texts` are the tickets."""
         for ticket, text in zip(offer.tickets, texts, strict=True):
             worker = self._workers[ticket.agent]
-            body = msgspec.msgpack.encode((offer.request, text))
-            told = _mark(worker.secret, body) + body
+            body = text.encode()
+            message = _mark(worker.secret, body) + body
             with suppress(OSError):
-                self._socket.sendto(told, socket.MSG_DONTWAIT, worker.inbox)
+                self._socket.sendto(message, socket.MSG_DONTWAIT, worker.inbox)

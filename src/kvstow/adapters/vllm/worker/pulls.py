@@ -10,91 +10,42 @@ over for its request sooner, while the scheduler's side holds its blocks:
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from itertools import count
-from typing import Protocol
 
 import torch
 
-from kvstow.adapters.vllm.protocol import Hold, PullBlocks, blocks_with_tokens
-from kvstow.adapters.vllm.worker.leases import LeasedGenerations
+from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.protocol import (
+    Hold,
+    PullBlocks,
+    RanksReport,
+    StepOrders,
+    StepResults,
+    blocks_with_tokens,
+)
+from kvstow.adapters.vllm.worker.generations import LeasedGenerations
+from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.pulls import Transfer
-from kvstow.transfer.tickets.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 10.0
-"""A ticket may be shown before the producer's worker has heard of it: ask again so long."""
-
-RETRY_SECONDS = 0.1
+RETRY_SECONDS = 1.0
+"""A ticket may be shown before the producer's worker has heard of it: it is tried once more."""
 
 HOLD_SECONDS = 1.0
 """Most failed pulls are quiet at once. A request waits so long for it, then its blocks are held."""
 
-
-class StepsBegun(Protocol):
-    """A point in the device's work: a `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Whether the device has come there."""
-        ...
+Task = Generator[None]
+"""A pull, resumed in every step until it is over."""
 
 
-@dataclass(slots=True, eq=False)
-class OpenPull:
-    """A pull under way. A transfer that has failed may still be written to for a while. `steps`
-    may write to its blocks, too: nothing is pulled before they are over."""
-
-    pull: PullBlocks
-    started: float
-    steps: StepsBegun | None = None
-    transfer: Transfer | None = None
-    again_at: float = 0.0
-    failed_at: float | None = None
-
-    @property
-    def may_write(self) -> bool:
-        """Whether nobody else writes to its blocks."""
-        return self.steps is None or self.steps.query()
-
-    def comes_to_rest(self) -> bool:
-        """Whether nothing writes for its transfer any more; if so, its rows are given back."""
-        return self.transfer is not None and self.transfer.wait_quiet(0)
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """The blocks of all groups that its transfer writes to."""
-        assert self.transfer is not None
-        into = self.transfer.order.into.values()
-        return tuple(sorted({int(id) for blocks in into for id in blocks.ids}))
-
-    def may_retry(self, error: TransferError, now: float) -> bool:
-        """Whether the producer may just not have heard of the ticket; a peer that was asked has."""
-        is_young = now - self.started < GRACE_SECONDS
-        return error.is_early and is_young and self.pull.seconds is None
-
-
-@dataclass(slots=True, eq=False)
-class EndedPulls:
-    """What has become of pulls since it was last told."""
-
-    received: set[str] = field(default_factory=set[str])
-    """Requests whose pull is over, failed or not."""
-    failed: set[str] = field(default_factory=set[str])
-    peers_failed: list[Ticket] = field(default_factory=list[Ticket])
-    """Tickets of peers that were asked, and whose pull has failed."""
-    held: dict[Hold, tuple[int, ...]] = field(default_factory=dict[Hold, tuple[int, ...]])
-    """Blocks that somebody may still write to."""
-    released: list[Hold] = field(default_factory=list[Hold])
-
-
-class RankPulls:
+class RankPulls(RankPart):
     """Pulls that the scheduler's side has ordered of this rank.
 
     `counts` is told what they have brought and how they end. `wake` is called, in the agent's
@@ -107,7 +58,7 @@ class RankPulls:
         agent: Agent,
         arena: Arena,
         blocks: LeasedGenerations,
-        counts: defaultdict[str, float],
+        counts: EngineCounts,
         *,
         wake: Callable[[], None],
         after_steps: bool,
@@ -118,92 +69,154 @@ class RankPulls:
         self._counts = counts
         self._wake = wake
         self._after_steps = after_steps
-        self._open: dict[str, OpenPull] = {}
-        self._unquiet: dict[Hold, OpenPull] = {}
+        self._tasks: list[Task] = []
+        self._unquiet: dict[Hold, Transfer] = {}
         """Failed pulls whose requests have been told."""
         self._numbers = count(1)
-        self._ended = EndedPulls()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._held: dict[Hold, tuple[int, ...]] = {}
+        self._broken_peers: set[str] = set()
 
     def __len__(self) -> int:
         """Pulls that are not over."""
-        return len(self._open)
+        return len(self._tasks)
 
-    def begin(self, pull: PullBlocks) -> None:
-        """Pull, as soon as nobody else writes to the blocks."""
-        opened = OpenPull(pull, time.monotonic(), self._steps_begun())
-        self._open[pull.request] = opened
-        if opened.may_write:
-            self._try(opened)
+    # ── what the rank does in a step ──────────────────────────────────────────────
 
-    def follow(self) -> None:
-        """Look what has become of the pulls."""
-        for hold, opened in tuple(self._unquiet.items()):
-            if opened.comes_to_rest():
-                self._release(hold)
-        for opened in tuple(self._open.values()):
-            self._follow(opened)
+    def begin(self, step: StepOrders) -> None:
+        """Tickets are kept alive that somebody will pull, and given back if nobody will."""
+        pulled = {ticket.lease for pull in step.pulls for ticket in pull.tickets}
+        for ticket in step.keeps:
+            if ticket.lease not in pulled:  # a pull keeps its lease alive itself
+                self._agent.keep(ticket)
+        for ticket in step.drops:
+            self._agent.drop(ticket)
 
-    def take(self) -> EndedPulls:
-        """What has become of them; told once."""
-        ended, self._ended = self._ended, EndedPulls()
-        return ended
+    def load(self, step: StepOrders) -> None:
+        for pull in step.pulls:
+            self._tasks.append(self._run(pull))
+        self._resume()
 
-    def _steps_begun(self) -> StepsBegun | None:
-        """The end of what the engine has given the device by now, where that counts."""
-        if not self._after_steps or self.arena.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.arena.device))
-        return event
+    def report(self) -> StepResults:
+        """What has become of the pulls since the last time."""
+        self._resume()
+        results = StepResults(
+            received=frozenset(self._received),
+            failed=frozenset(self._failed),
+            report=RanksReport(held=dict(self._held), released=self._quiet_ones()),
+        )
+        for each in (self._received, self._failed, self._held):
+            each.clear()
+        return results
 
-    def _try(self, opened: OpenPull) -> None:
-        pull = opened.pull
+    def broken_peers(self) -> set[str]:
+        """Addresses of peers that were asked, and whose pull has failed; told once."""
+        broken, self._broken_peers = self._broken_peers, set()
+        return broken
+
+    def close(self) -> None:
+        """End all pulls and leases."""
+        self._agent.close()
+        closed = TransferError(f"agent {self._agent.name!r} is closed", kind="aborted")
+        self._resume()
+        for task in self._tasks:
+            with suppress(StopIteration):
+                task.throw(closed)
+        self._tasks = []
+
+    def _resume(self) -> None:
+        self._tasks = [task for task in self._tasks if next(task, self) is not self]
+
+    def _quiet_ones(self) -> tuple[Hold, ...]:
+        """Held pulls that nobody writes for any more; told once."""
+        quiet = tuple(hold for hold, each in self._unquiet.items() if each.wait_quiet(0))
+        for hold in quiet:
+            del self._unquiet[hold]
+            log.info("blocks of failed pull %d of %s are released", hold[1], hold[0])
+        return quiet
+
+    # ── one pull ──────────────────────────────────────────────────────────────────
+
+    def _run(self, pull: PullBlocks) -> Task:
+        """A pull from its order to its end."""
         try:
-            opened.transfer = self._agent.pull(
-                pull.tickets,
-                into=self._blocks(pull),
-                start_token=pull.start_token,
-                num_tokens=pull.num_tokens,
-                deadline=pull.seconds,
-                on_quiet=self._wake,
-            )
+            yield from self._until_steps_are_over()
+            for may_retry in (pull.seconds is None, False):  # a peer that was asked has the ticket
+                transfer = self._begin(pull)
+                while not transfer.done:
+                    yield
+                is_quiet = yield from self._until_quiet_or_held(pull, transfer)
+                is_early = transfer.error is not None and transfer.error.is_early
+                if not (may_retry and is_quiet and is_early):
+                    break
+                until = time.monotonic() + RETRY_SECONDS
+                while time.monotonic() < until:
+                    yield
+            if transfer.error is not None:
+                raise transfer.error
+            self._check_whole(pull, transfer.order.into)
+            self._accept(pull, transfer)
         except KvstowError as error:
-            self._over(opened, error)
+            self._fail(pull, error)
+        self._received.add(pull.request)
 
-    def _blocks(self, pull: PullBlocks) -> dict[int, Blocks]:
+    def _until_steps_are_over(self) -> Task:
+        """What the engine has given the device by now may write to the blocks, too."""
+        if self._after_steps and self.arena.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.arena.device))
+            while not event.query():
+                yield
+
+    def _begin(self, pull: PullBlocks) -> Transfer:
         groups = self.arena.layout.groups
-        return {
+        into: dict[int, Blocks] = {
             g: blocks_with_tokens(
                 ids, pull.start_token, pull.num_tokens, groups[g].group.block_tokens
             )
             for g, ids in enumerate(pull.ids)
         }
+        return self._agent.pull(
+            pull.tickets,
+            into=into,
+            start_token=pull.start_token,
+            num_tokens=pull.num_tokens,
+            deadline=pull.seconds,
+            # the scheduler's side has compared it
+            identity=pull.tickets[0].identity if pull.tickets else None,
+            on_quiet=self._wake,
+        )
 
-    def _follow(self, opened: OpenPull) -> None:
-        now = time.monotonic()
-        transfer = opened.transfer
-        if transfer is None:
-            if now >= opened.again_at and opened.may_write:
-                self._try(opened)
-            return
-        if not transfer.done:
-            return
-        if not opened.comes_to_rest():
-            self._wait_or_hold(opened, transfer.error, now)
-            return
-        if transfer.error is None:
-            error = self._lacks_tokens(opened.pull, transfer.order.into)
-            if error is None:
-                self._note(opened.pull, transfer)
-            self._over(opened, error)
-        elif opened.may_retry(transfer.error, now):
-            opened.transfer, opened.failed_at = None, None
-            opened.again_at = now + RETRY_SECONDS
-        else:
-            self._over(opened, transfer.error)
+    def _until_quiet_or_held(
+        self, pull: PullBlocks, transfer: Transfer
+    ) -> Generator[None, None, bool]:
+        """Until nothing writes to the blocks. False if it failed, and the engine keeps them for
+        now: it computes the request in others."""
+        until = time.monotonic() + HOLD_SECONDS
+        while not transfer.wait_quiet(0):
+            if transfer.error is not None and pull.may_hold and time.monotonic() >= until:
+                self._hold(pull, transfer, transfer.error)
+                return False
+            yield
+        return True
 
-    def _lacks_tokens(self, pull: PullBlocks, into: Mapping[int, Blocks]) -> TransferError | None:
-        """Why an accepted pull's blocks may not be used, if some of them were not filled.
+    def _hold(self, pull: PullBlocks, transfer: Transfer, error: TransferError) -> None:
+        hold = self._agent.name, next(self._numbers)
+        blocks = {int(id) for each in transfer.order.into.values() for id in each.ids}
+        self._unquiet[hold] = transfer
+        self._held[hold] = tuple(sorted(blocks))
+        log.warning(
+            "request %s: peer %r may still write to %d blocks: the request is told, and the blocks "
+            "are held (failed pull %d) until the peer has stopped, or has died",
+            pull.request,
+            error.peer,
+            len(blocks),
+            hold[1],
+        )
+
+    def _check_whole(self, pull: PullBlocks, into: Mapping[int, Blocks]) -> None:
+        """TransferError if some blocks of an accepted pull were not filled.
 
         A producer with fewer tokens per block may have let go of tokens behind a window of which
         a block here has a part. This request would not miss them; vLLM enters the block into its
@@ -214,22 +227,22 @@ class RankPulls:
             lacking = self._filled.unfilled(group, blocks.ids)
             if len(lacking):
                 placed = self.arena.layout.groups[group].group
-                return TransferError(
+                raise TransferError(
                     f"group {placed.name!r}: {len(lacking)} of {len(blocks)} blocks of "
                     f"{placed.block_tokens} tokens lack some that {pull.tickets[0].agent!r} no "
                     "longer keeps\n\nhint: --block-size of prefill should be a multiple of "
                     "decode's",
                     kind="refused",
                 )
-        return None
 
-    def _note(self, pull: PullBlocks, transfer: Transfer) -> None:
+    def _accept(self, pull: PullBlocks, transfer: Transfer) -> None:
         stats = transfer.stats
         assert stats is not None
+        self._counts["pull accepted"] += 1
         self._counts["pulled tokens"] += pull.num_tokens - pull.start_token
         self._counts["pulled bytes"] += stats.nbytes
         self._counts["descriptors"] += stats.descriptors
-        self._counts["pull seconds"] += stats.seconds
+        self._counts.seconds["pull seconds"].append(stats.seconds)
         log.debug(
             "pulled %d bytes in %d descriptors (%s), %.3f s, fence %s, digest %s",
             stats.nbytes,
@@ -240,51 +253,14 @@ class RankPulls:
             stats.digest,
         )
 
-    def _wait_or_hold(self, opened: OpenPull, error: TransferError | None, now: float) -> None:
-        """A transfer has ended, and is not at rest. One that may be tried again is waited for."""
-        if error is None:
-            return
-        if opened.failed_at is None:
-            opened.failed_at = now
-        has_waited = now - opened.failed_at >= HOLD_SECONDS
-        if opened.pull.may_hold and has_waited and not opened.may_retry(error, now):
-            self._hold(opened, error)
-
-    def _hold(self, opened: OpenPull, error: TransferError) -> None:
-        """The engine computes the request, elsewhere; nobody is given its blocks for now."""
-        hold = self._agent.name, next(self._numbers)
-        self._unquiet[hold] = opened
-        self._ended.held[hold] = opened.blocks
-        log.warning(
-            "request %s: peer %r may still write to %d blocks: the request is told, and the blocks "
-            "are held until the peer has stopped, or has died",
-            opened.pull.request,
-            error.peer,
-            len(opened.blocks),
-        )
-        self._over(opened, error)
-
-    def _release(self, hold: Hold) -> None:
-        opened = self._unquiet.pop(hold)
-        self._ended.released.append(hold)
-        log.info(
-            "request %s: nobody writes to its %d blocks any more: they are released",
-            opened.pull.request,
-            len(opened.blocks),
-        )
-
-    def _over(self, opened: OpenPull, error: KvstowError | None) -> None:
-        request = opened.pull.request
-        del self._open[request]
-        self._ended.received.add(request)
-        if error is None:
-            self._counts["pull accepted"] += 1
-            return
+    def _fail(self, pull: PullBlocks, error: KvstowError) -> None:
+        """The engine computes the request: nobody will come for its tickets again."""
         kind = error.kind if isinstance(error, TransferError) else "refused"
-        log.warning("request %s: pull failed (%s): %s", request, kind, error)
+        log.warning("request %s: pull failed (%s): %s", pull.request, kind, error)
         self._counts[f"pull {kind}"] += 1
-        self._ended.failed.add(request)
-        if opened.pull.seconds is not None:
-            self._ended.peers_failed += opened.pull.tickets
-        for ticket in opened.pull.tickets:  # the engine computes it: nobody will come again
-            self._agent.drop(ticket)
+        self._failed.add(pull.request)
+        for ticket in pull.tickets:
+            with suppress(TransferError):  # closed
+                self._agent.drop(ticket)
+            if pull.seconds is not None:
+                self._broken_peers.add(ticket.address)

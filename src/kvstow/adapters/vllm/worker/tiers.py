@@ -1,62 +1,73 @@
 """The tiers of one rank: rows stored and loaded for its engine, and what is told of them.
 
-On CUDA, rows between arena and host memory are submitted by the engine's own thread and polled:
-neither a queue nor another thread's turn lies between. Disks, and copies between host arenas, have
-the mover's threads.
+On CUDA, copies between arena and host memory are begun by the engine's own thread, which goes on
+with them when it polls: no other thread's turn lies between. Disks, and copies between host arenas,
+have the mover's threads.
 """
 
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
-from typing import TypeVar
 
-import numpy as np
-
-from kvstow.adapters.prefill import PrefillMeter
+from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
-    KeyedBlocks,
     KeyLevels,
     KeysPresent,
     LoadBlocks,
     LookUpKeys,
+    RanksReport,
+    StepOrders,
+    StepResults,
     StoreBlocks,
 )
-from kvstow.adapters.vllm.scheduler.stored import Level
+from kvstow.adapters.vllm.scheduler.key_index import Level
+from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.numa import node_of
 from kvstow.observe import Telemetry
+from kvstow.offload.copies.jobs import MoverJob
+from kvstow.offload.copies.mover import Mover
+from kvstow.offload.disk.listing import RowListing
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.heartbeat import Heartbeat, watch_tiers
-from kvstow.offload.host.processes import SharedTiers
+from kvstow.offload.host.shared import shared_tier, split_capacity
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.mover.jobs import MoverJob
-from kvstow.offload.mover.mover import Mover
-from kvstow.offload.remote.tier import RemoteTier, loadable
+from kvstow.offload.metrics import watch_tiers
+from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.rows import matching_group
-from kvstow.offload.tier import Tier, TierChain, chosen, log
+from kvstow.offload.tier import Tier, TierChain, chosen, held_by_any
 from kvstow.offload.watch import TierChange, TierWatch
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 """How often the disk is asked for rows that this or another process has stored."""
 
 POLL_SECONDS = 0.0002
 
+FINISH_SECONDS = 10.0
+
+STORE_SECONDS = 10.0
+"""How long an engine that is stepped by hand waits for its rows to be stored."""
+
 
 @dataclass(slots=True, eq=False)
-class OffloadJob:
+class TierJob:
     """Rows on their way to or from the tiers: a part per group."""
 
+    order: StoreBlocks | LoadBlocks
     parts: list[MoverJob] = field(default_factory=list[MoverJob])
     error: StoreError | None = None
+    begun: float = field(default_factory=time.monotonic)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return all(part.over for part in self.parts)
 
     @property
@@ -67,34 +78,14 @@ class OffloadJob:
     def num_moved(self) -> int:
         return sum(int(part.moved.sum()) for part in self.parts)
 
-    def end(self) -> None:
-        """Note what went wrong in some part."""
-        for part in self.parts:
-            self.error = self.error or part.error
+    @property
+    def num_lost(self) -> int:
+        return sum(len(part.keys) for part in self.parts) - self.num_moved
 
-
-@dataclass(slots=True, eq=False)
-class StoreJob(OffloadJob):
-    number: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class LoadJob(OffloadJob):
-    """Complete when all rows have come."""
-
-    order: LoadBlocks | None = None
-
-    def end(self) -> None:
-        super(LoadJob, self).end()
-        lost = sum(len(part.keys) for part in self.parts) - self.num_moved
-        if self.error is None and lost:
-            damaged = self.num_damaged
-            self.error = StoreError(
-                f"{lost - damaged} rows were gone when they were fetched, {damaged} were damaged"
-            )
-
-
-AnyJob = TypeVar("AnyJob", bound=OffloadJob)
+    @property
+    def fault(self) -> StoreError | None:
+        """What went wrong in some part."""
+        return next((each for each in (self.error, *(p.error for p in self.parts)) if each), None)
 
 
 class KeptKeys:
@@ -143,41 +134,30 @@ class KeptKeys:
 
 
 class DiskWatch:
-    """Looks for rows that any process has brought to the disk tier, in a thread of its own."""
+    """Looks for rows that any process has brought to the disk tier, or that are gone from it, in a
+    thread of its own."""
 
     def __init__(self, disk: DiskTier, kept: KeptKeys) -> None:
-        self._disk, self._kept = disk, kept
-        self._seen = [0] * len(disk.layout.groups)
+        self._kept = kept
+        self._listings = [RowListing(disk.tree, g) for g in range(len(disk.layout.groups))]
         self._end = Event()
         self.look()
         self._thread = Thread(target=self._work, name="kvstow-disk-watch", daemon=True)
         self._thread.start()
 
     def look(self) -> None:
-        """Enter rows that are new, and find out which are gone where many are."""
-        known = 0
-        for group, below in enumerate(self._kept.below):
-            while True:
-                keys, self._seen[group] = self._disk.keys_since(group, self._seen[group])
-                if not keys:
-                    break
-                below.update(keys)
-                self._kept.touch(group, keys)
-            known += len(below)
-        if known > 1024 + 1.25 * self._disk.usage.rows:
-            self._forget_the_gone()
-
-    def _forget_the_gone(self) -> None:
-        for group, below in enumerate(self._kept.below):
-            gone = below.difference(self._disk.keys(group))
-            below.difference_update(gone)
-            self._kept.touch(group, tuple(gone))
+        """Enter rows that have come, and forget those that have gone."""
+        for group, listing in enumerate(self._listings):
+            came, gone = listing.look()
+            self._kept.below[group].update(came)
+            self._kept.below[group].difference_update(gone)
+            self._kept.touch(group, [*came, *gone])
 
     def _work(self) -> None:
         while not self._end.wait(LOOK_SECONDS):
             try:
                 self.look()
-            except StoreError as error:
+            except OSError as error:
                 log.warning("disk tier: not looked at: %s", error)
 
     def close(self) -> None:
@@ -185,15 +165,28 @@ class DiskWatch:
         self._thread.join()
 
 
-class WorkerTiers:
-    """A host tier; below it a disk tier where a path is set, and a remote one where a URL is."""
+class WorkerTiers(RankPart):
+    """A host tier; below it a disk tier where a path is set, and a remote one where a URL is.
+
+    `counts` is told what comes and goes. With `after_steps` rows come back behind what the engine
+    has been given to compute: one of those steps may still write to the blocks. `by_hand`: any
+    step may be the last one for long, so each waits until its rows are stored, and their blocks
+    are free.
+    """
 
     def __init__(
-        self, arena: Arena, options: ConnectorOptions, *, after_steps: bool = False
+        self,
+        arena: Arena,
+        options: ConnectorOptions,
+        counts: EngineCounts,
+        *,
+        name: str = "",
+        wake: Callable[[], None] = lambda: None,
+        after_steps: bool = False,
+        by_hand: bool = False,
     ) -> None:
-        """With `after_steps` rows come back behind what the engine has been given to compute:
-        one of those steps may still write to the blocks."""
         layout = arena.layout
+        self._name, self._counts, self._wake = name, counts, wake
         self._disk: DiskTier | None = None
         if options.disk_path:
             ranks = f"tp{layout.tp[0]}of{layout.tp[1]}-pp{layout.pp[0]}of{layout.pp[1]}"
@@ -203,86 +196,199 @@ class WorkerTiers:
         rows = self._disk.layout if self._disk else layout
         self._groups = [matching_group(layout, g, rows) for g in range(len(layout.groups))]
         self._kept = KeptKeys(self._groups)
-        self._host = HostTier(
+        host_bytes = options.host_bytes
+        self._shared: DiskTier | None = None
+        if options.host_shared:
+            host_bytes, shared_bytes = split_capacity(host_bytes)
+            self._shared = shared_tier(options.host_shared, rows, capacity=shared_bytes)
+        self.host = HostTier(
             rows,
-            capacity=options.host_bytes,
+            capacity=host_bytes,
             numa_node=node_of(arena.device),
-            shared=options.host_shared or None,
             on_change=self._kept.touch,
         )
-        self._kept.host = self._host
-        self._near = SharedTiers(self._host, self._disk) if options.host_shared else None
+        self._kept.host = self.host
         self._remote = RemoteTier(options.remote, rows) if options.remote else None
-        self._heartbeat = (
-            Heartbeat(self._disk, (self._host, self._remote)) if self._disk is not None else None
-        )
-        lower: tuple[Tier | None, ...] = (self._near or self._disk, self._remote)
+        lower: tuple[Tier | None, ...] = (self._shared, self._disk, self._remote)
         self._lower = [tier for tier in lower if tier is not None]
         below = TierChain(self._lower) if self._lower else None
-        self.prefill: PrefillMeter | None = None
-        if self._remote is not None:
-            self.prefill = PrefillMeter(self._remote.prefill_rate.note, arena.device)
-        self._mover = Mover(arena, self._host, below, checked=True)
+        self._mover = Mover(arena, self.host, below, checked=True)
         self._watch = DiskWatch(self._disk, self._kept) if self._disk else None
         self._events: TierWatch | None = None
         if options.events and layout.tp[0] == layout.pp[0] == 0:
-            tiers: dict[str, Tier] = {"host": self._host}
+            tiers: dict[str, Tier] = {"host": self.host}
             tiers |= {"disk": self._disk} if self._disk else {}
             tiers |= {"remote": self._remote} if self._remote else {}
             self._events = TierWatch(tiers)
             self._events.start()
-        self._direct = arena.device.type == "cuda"
+        self._is_here = arena.device.type == "cuda"
         self._after_steps = after_steps
-        self._stores: list[StoreJob] = []
-        self._loads: list[LoadJob] = []
-        self._asker = ThreadPoolExecutor(1, "kvstow-look-up") if self._remote else None
+        self._by_hand = by_hand
+        self._stores: list[TierJob] = []
+        self._loads: list[TierJob] = []
+        self._look_ups = ThreadPoolExecutor(1, "kvstow-look-up") if self._remote else None
         self._answers: deque[KeysPresent] = deque()
         self._reasons: Counter[str] = Counter()
 
-    def look_up(self, lookup: LookUpKeys) -> None:
-        """Find out which rows are in one of the tiers now, for `answers`. A remote store is asked
-        in another thread: no step waits for it."""
-        if self._asker is None:
-            self._ask(lookup)
-        else:
-            self._asker.submit(self._ask, lookup)
+    def watch(self, telemetry: Telemetry) -> None:
+        """Show the numbers of all tiers in a telemetry."""
+        watch_tiers(telemetry, (self.host, self._shared, self._disk, self._remote))
 
-    def _ask(self, lookup: LookUpKeys) -> None:
+    # ── what the rank does in a step ──────────────────────────────────────────────
+
+    def load(self, step: StepOrders) -> None:
+        """Begin to bring rows back, beside what the engine computes; find out which rows are in
+        one of the tiers. A remote store is asked in another thread: no step waits for it."""
+        for lookup in step.lookups:
+            if self._look_ups is None:
+                self._look_up(lookup)
+            else:
+                self._look_ups.submit(self._look_up, lookup)
+        for order in step.loads:
+            self._loads.append(self._begin(order, self._load))
+
+    def save(self, step: StepOrders) -> None:
+        """Begin to keep rows, after what the engine has been given to compute. The blocks must
+        stay as they are until the job is over."""
+        if step.store is not None:
+            for group, (keys, _) in step.store.rows.items():
+                self._note(self._groups[group], keys)
+            self._stores.append(self._begin(step.store, self._store))
+        if self._by_hand:
+            self._await_stores()
+
+    def has_news(self) -> bool:
+        """Whether a load is over, or a look-up. Copies on CUDA are polled for."""
+        self._poll()
+        return bool(self._answers) or any(job.is_over for job in self._loads)
+
+    def report(self) -> StepResults:
+        """What has come of jobs and look-ups since the last time, and where rows are now."""
+        self._poll()
+        stored, self._stores = _parted(self._stores)
+        for job in stored:
+            self._note_store(job)
+        loaded, self._loads = _parted(self._loads)
+        lost = {_request(job) for job in loaded if not self._is_restored(job)}
+        self._note_reasons()
+        answers = [self._answers.popleft() for _ in range(len(self._answers))]
+        return StepResults(
+            received=frozenset(map(_request, loaded)),
+            failed=frozenset(lost),
+            report=RanksReport(
+                present={answer.request: answer for answer in answers},
+                kept=self.kept().kept,
+                stored={job.order.job: 1 for job in stored if isinstance(job.order, StoreBlocks)},
+                changes=self._changes(),
+            ),
+        )
+
+    def kept(self) -> RanksReport:
+        """Where rows are kept, as far as it was not told yet."""
+        kept = self._kept.changes()
+        return RanksReport(kept={self._name: kept}) if kept else RanksReport()
+
+    def finish(self) -> None:
+        """Wait for all that has begun: nothing of it reads or writes the arena any more."""
+        self._mover.drain(FINISH_SECONDS)
+        self._poll()
+
+    def close(self) -> None:
+        """Finish what has begun; what is on disk, or shared, stays there."""
+        if self._look_ups is not None:
+            self._look_ups.shutdown(cancel_futures=True)
+        for watch in (self._watch, self._events):
+            if watch is not None:
+                watch.close()
+        self.finish()
+        self._mover.close()
+        for tier in (self.host, self._shared, self._disk, self._remote):
+            if tier is not None:
+                tier.close()
+
+    # ── jobs ──────────────────────────────────────────────────────────────────────
+
+    def _begin(
+        self,
+        order: StoreBlocks | LoadBlocks,
+        move: Callable[[int, Sequence[bytes], Sequence[int]], MoverJob],
+    ) -> TierJob:
+        job = TierJob(order)
+        for group, (keys, ids) in order.rows.items():
+            try:
+                if keys:
+                    job.parts.append(move(group, keys, ids))
+            except StoreError as error:
+                job.error = error
+        return job
+
+    def _store(self, group: int, keys: Sequence[bytes], ids: Sequence[int]) -> MoverJob:
+        return self._mover.store(group, ids, keys, here=self._is_here)
+
+    def _load(self, group: int, keys: Sequence[bytes], ids: Sequence[int]) -> MoverJob:
+        behind = self._after_steps
+        here = self._is_here and not behind
+        return self._mover.load(group, keys, ids, after_stream=behind, here=here)
+
+    def _note_store(self, job: TierJob) -> None:
+        self._counts["stored rows"] += job.num_moved
+        if job.fault is not None:
+            log.warning("store failed: %s", job.fault)
+            self._counts["store failed"] += 1
+
+    def _is_restored(self, job: TierJob) -> bool:
+        """Whether all rows of a load have come."""
+        order = job.order
+        assert isinstance(order, LoadBlocks)
+        for part in job.parts:
+            self._forget(self._groups[part.group], chosen(part.keys, ~part.moved))
+        if job.num_damaged:
+            self._counts["damaged rows"] += job.num_damaged
+        if job.fault is None and not job.num_lost:
+            self._counts["restored tokens"] += order.num_tokens
+            self._counts.seconds["load seconds"].append(time.monotonic() - job.begun)
+            return True
+        log.warning(
+            "request %s: restore failed: %s",
+            order.request,
+            job.fault
+            or f"{job.num_lost - job.num_damaged} rows were gone when they were fetched, "
+            f"{job.num_damaged} were damaged",
+        )
+        self._counts["restore failed"] += 1
+        return False
+
+    def _await_stores(self) -> None:
+        until = time.monotonic() + STORE_SECONDS
+        while not all(job.is_over for job in self._stores) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+            self._poll()
+
+    def _poll(self) -> None:
+        self._mover.reap()
+
+    # ── what is where ─────────────────────────────────────────────────────────────
+
+    def _look_up(self, lookup: LookUpKeys) -> None:
         """A look-up that fails finds nothing, but it has an answer: a request waits for it."""
         nothing = tuple((False,) * len(keys) for keys in lookup.keys)
         answer = KeysPresent(request=lookup.request, present=nothing)
         try:
-            answer = self._found(lookup)
+            answer = self._present(lookup)
         except Exception as error:
             log.warning("request %s: not looked up: %s", lookup.request, error)
         self._answers.append(answer)
+        self._wake()
 
-    @property
-    def host(self) -> HostTier:
-        """The rows in host memory."""
-        return self._host
-
-    def watch(self, telemetry: Telemetry) -> None:
-        """Show the numbers of all tiers in a telemetry."""
-        watch_tiers(telemetry, (self._host, self._disk, self._remote))
-
-    @property
-    def has_answers(self) -> bool:
-        return bool(self._answers)
-
-    def answers(self) -> list[KeysPresent]:
-        """Look-ups that are over since the last time."""
-        return [self._answers.popleft() for _ in range(len(self._answers))]
-
-    def _found(self, lookup: LookUpKeys) -> KeysPresent:
+    def _present(self, lookup: LookUpKeys) -> KeysPresent:
         present: list[tuple[bool, ...]] = []
         for keys, g in zip(lookup.keys, self._groups, strict=True):
             self._note(g, keys)
-            here = self._host.contains(g, keys)
+            here = self.host.contains(g, keys)
             if self._lower and not here.all():
-                here[~here] = loadable(self._lower, g, chosen(keys, ~here))
-                self._gone(g, chosen(keys, ~here))
-            present.append(tuple(bool(found) for found in here))
+                here[~here] = held_by_any(self._lower, g, chosen(keys, ~here))
+                self._forget(g, chosen(keys, ~here))
+            present.append(tuple(here.tolist()))
         return KeysPresent(request=lookup.request, present=tuple(present))
 
     def _note(self, group: int, keys: Sequence[bytes]) -> None:
@@ -290,26 +396,23 @@ class WorkerTiers:
         if self._events is not None:
             self._events.note(group, keys)
 
-    def _gone(self, group: int, keys: Sequence[bytes]) -> None:
-        """Rows that were looked for and not found."""
+    def _forget(self, group: int, keys: Sequence[bytes]) -> None:
+        """Rows that were looked for and are not there."""
         self._kept.below[group].difference_update(keys)
         self._kept.touch(group, keys)
 
-    def reasons(self) -> Counter[str]:
-        """Rows that went no further than host memory since the last time, rows that the remote
-        store took, and those that it did not give or take, by reason."""
+    def _note_reasons(self) -> None:
+        """Count rows that went no further than host memory, rows that the remote store took, and
+        those that it did not give or take, by reason."""
         before, self._reasons = self._reasons, Counter({"dropped rows": self._mover.dropped_rows})
         if self._remote is not None:
             for what, by in self._remote.reasons.items():
                 self._reasons |= {f"remote {what}: {why}": int(n) for why, n in by.items()}
             self._reasons["remote stored rows"] = self._remote.counts.stored_rows
-        return self._reasons - before
+        for what, count in (self._reasons - before).items():
+            self._counts[what] += count
 
-    def kept(self) -> KeyLevels:
-        """Where rows are kept now, as far as it was not told yet."""
-        return self._kept.changes()
-
-    def changes(self) -> tuple[TierChange, ...]:
+    def _changes(self) -> tuple[TierChange, ...]:
         """Rows that came to a tier or went since the last time, by the engine's groups, for
         events."""
         if self._events is None:
@@ -319,99 +422,14 @@ class WorkerTiers:
             for change in self._events.take()
         )
 
-    # ── jobs ──────────────────────────────────────────────────────────────────────
 
-    def store(self, order: StoreBlocks) -> None:
-        """Begin to keep rows, after what the engine has been given to compute. The blocks must
-        stay as they are until the job is over."""
-        job = StoreJob(number=order.job)
-        for group, (keys, ids) in _filled(order.rows):
-            self._note(self._groups[group], keys)
-            try:
-                if self._direct:
-                    job.parts.append(self._mover.direct.store(group, np.array(ids), keys))
-                else:
-                    job.parts.append(self._mover.store(group, ids, keys))
-            except StoreError as error:
-                job.error = error
-        self._stores.append(job)
-
-    def load(self, order: LoadBlocks) -> None:
-        """Begin to bring rows back, beside what the engine computes."""
-        job = LoadJob(order=order)
-        for group, (keys, ids) in _filled(order.rows):
-            try:
-                job.parts.append(self._load(group, keys, np.array(ids)))
-            except StoreError as error:
-                job.error = error
-        self._loads.append(job)
-
-    def _load(self, group: int, keys: Sequence[bytes], ids: np.ndarray) -> MoverJob:
-        is_near = self._host.contains(self._groups[group], keys).all()
-        if self._direct and not self._after_steps and is_near:
-            return self._mover.direct.load(group, keys, ids)
-        return self._mover.load(group, keys, ids, after_stream=self._after_steps)
-
-    def stored(self) -> list[StoreJob]:
-        """Stores that are over since the last time."""
-        self._poll()
-        ended, self._stores = _parted(self._stores)
-        for job in ended:
-            job.end()
-        return ended
-
-    def loaded(self) -> list[LoadJob]:
-        """Loads that are over since the last time."""
-        self._poll()
-        ended, self._loads = _parted(self._loads)
-        for job in ended:
-            job.end()
-            for part in job.parts:
-                self._gone(self._groups[part.group], chosen(part.keys, ~part.moved))
-        return ended
-
-    @property
-    def is_loading(self) -> bool:
-        return bool(self._loads)
-
-    def await_load(self, seconds: float, news: Event) -> None:
-        """Return when some load is over, when there is other news, or after so many seconds."""
-        until = time.monotonic() + seconds
-        while not any(job.over for job in self._loads):
-            if time.monotonic() > until or news.wait(POLL_SECONDS):
-                return
-            self._poll()
-
-    def _poll(self) -> None:
-        self._mover.direct.poll()
-        self._mover.reap()
-
-    def close(self) -> None:
-        """Finish what has begun; what is on disk, or shared, stays there."""
-        for thread in (self._watch, self._heartbeat):
-            if thread is not None:
-                thread.close()
-        if self._events is not None:
-            self._events.close()
-        self._mover.direct.wait()
-        self._mover.drain(10.0)
-        self._mover.close()
-        if self._near is not None:
-            self._near.close()
-        self._host.close()
-        if self._asker is not None:
-            self._asker.shutdown(cancel_futures=True)
-        for tier in (self._disk, self._remote):
-            if tier is not None:
-                tier.close()
+def _request(job: TierJob) -> str:
+    assert isinstance(job.order, LoadBlocks)
+    return job.order.request
 
 
-def _parted(jobs: Sequence[AnyJob]) -> tuple[list[AnyJob], list[AnyJob]]:
+def _parted(jobs: Sequence[TierJob]) -> tuple[list[TierJob], list[TierJob]]:
     """Jobs that are over, and the others; each is asked once, for it may end meanwhile."""
-    over = [job.over for job in jobs]
+    over = [job.is_over for job in jobs]
     ended = [job for job, is_over in zip(jobs, over, strict=True) if is_over]
     return ended, [job for job, is_over in zip(jobs, over, strict=True) if not is_over]
-
-
-def _filled(rows: Mapping[int, KeyedBlocks]) -> list[tuple[int, KeyedBlocks]]:
-    return [(group, listed) for group, listed in rows.items() if listed[0]]

@@ -116,12 +116,3 @@ class Listing(BlobClient, Protocol):
     def list_blobs(self, prefix: str) -> Iterator[BlobFacts]:
         """Every object whose name begins with `prefix`, in any order."""
         ...
-
-    def ages(self, names: Sequence[str]) -> list[float | None]:
-        """Seconds since objects were modified, by the same clock; None for those that are not
-        there."""
-        ...
-
-    def renew(self, blobs: Sequence[Blob]) -> Refused:
-        """Make objects that are there count as modified now; they have the same bytes."""
-        ...

@@ -9,12 +9,14 @@ Mooncake answers a batch with a number per object. Those below are about that ob
 negative one is about the store.
 """
 
+import logging
 from collections import deque
 from collections.abc import Container, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import LifoQueue
+from queue import Empty, LifoQueue
 from threading import Lock
+from time import monotonic
 from typing import Any, cast
 from weakref import finalize
 
@@ -32,6 +34,8 @@ from kvstow.offload.remote.clients.base import (
     StoreUnreachable,
 )
 from kvstow.offload.tier import Bools, Bytes
+
+log = logging.getLogger("kvstow.offload")
 
 try:
     from mooncake.store import (  # pyright: ignore[reportMissingImports]
@@ -62,6 +66,8 @@ STAGE_BYTES = 128 << 20
 
 STAGES = 4
 """As many calls use a part of it each."""
+
+CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,9 +236,15 @@ class MooncakeClient:
         return self._refused(names, known, NOT_REMOVED)
 
     def close(self) -> None:
-        """Let go of the store when no call uses its memory any more."""
+        """Let go of the store when no call uses its memory any more. One that hangs for long has
+        the memory for itself, and the store is not closed."""
+        until = monotonic() + CLOSE_SECONDS
         for _ in range(STAGES):
-            self._stages.get()
+            try:
+                self._stages.get(timeout=max(0.0, until - monotonic()))
+            except Empty:
+                log.warning("%s: not closed: a call has not ended", self.where)
+                return
         self._store.close()
 
     def _checked(self, answers: Sequence[int], known: Container[int]) -> Sequence[int]:

@@ -4,14 +4,7 @@ Every verb is one pipeline. Names are keys behind a prefix. Servers that evict b
 (`maxmemory-policy allkeys-lru`) are fine: a row that is gone is a miss.
 """
 
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from io import BufferedReader
-from itertools import islice
-from socket import SO_SNDTIMEO, SOL_SOCKET, socket
-from ssl import SSLSocket
-from struct import Struct
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -32,22 +25,16 @@ from kvstow.offload.tier import Bools, Bytes
 
 try:
     import redis
-    from redis.exceptions import AskError, ClusterDownError
+    from redis.exceptions import AskError, ClusterDownError, OutOfMemoryError
 except ImportError:
     raise BackendMissing("redis", "redis") from None
 
 SCAN = 1000
 """Keys per step of a listing."""
 
-MOST_PARTS = 1024
-"""Pieces of memory that the kernel sends with one call."""
-
 CLUSTER = "\n\nhint: this is a cluster; name a single server, or a proxy before the cluster"
 _SENT_AWAY = (AskError, ClusterDownError)
 """A key of another server of a cluster; a moved one is a kind of the first."""
-
-NOTHING = (b"$-1\r\n", b"_\r\n")
-"""Answers to a command that found nothing, or made nothing since it was there."""
 
 
 class RedisClient:
@@ -62,7 +49,6 @@ class RedisClient:
         self, url: str, prefix: str, *, seconds: float, ca_file: str | None = None
     ) -> None:
         self._prefix = f"{prefix}:" if prefix else ""
-        self._seconds = seconds
         trusted = {} if ca_file is None else {"ssl_ca_certs": ca_file}
         # A client for each thread that asks: a pool of connections, none of them shared.
         self._redis: Any = redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
@@ -79,65 +65,26 @@ class RedisClient:
         return np.empty(nbytes, np.uint8)
 
     def put(self, blobs: Sequence[Blob]) -> Refused:
-        """Make objects with one call of the kernel for many of them: `redis` hands its lock to
-        another thread several times per object, and each time waits to get it back."""
-        parts: list[memoryview | bytes] = []
-        for blob in blobs:
-            name = (self._prefix + blob.name).encode()
-            head = b"*4\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
-            parts += [
-                head % (len(name), name, blob.data.nbytes),
-                blob.data.data,
-                b"\r\n$2\r\nNX\r\n",
-            ]
-        refused: Refused = {}
-        with self._connected() as connection:
-            _send(connection._sock, parts, self._seconds)
-            with connection._sock.makefile("rb") as answers:
-                lines = [answers.readline() for _ in blobs]
-            for blob, line in zip(blobs, lines, strict=True):
-                if line in NOTHING:
-                    refused[blob.name] = THERE
-                elif line.startswith(b"-OOM"):
-                    refused[blob.name] = NO_ROOM
-                elif line != b"+OK\r\n":
-                    raise _unexpected(line)
-        return refused
-
-    def renew(self, blobs: Sequence[Blob]) -> Refused:
         pipe = self._redis.pipeline(transaction=False)
         for blob in blobs:
-            pipe.touch(self._prefix + blob.name)
-        self._sent(pipe)
-        return {}
+            pipe.set(self._prefix + blob.name, blob.data.data, nx=True)
+        refused: Refused = {}
+        for blob, answer in zip(blobs, self._sent(pipe, raises=False), strict=True):
+            if answer is None:
+                refused[blob.name] = THERE
+            elif isinstance(answer, OutOfMemoryError):
+                refused[blob.name] = NO_ROOM
+            elif isinstance(answer, Exception):
+                raise self._unreachable(answer)
+        return refused
 
     def get(self, names: Sequence[str], most: int, arrived: Arrived) -> None:
-        """Whole objects, read from the socket to where they stay: `redis` copies them twice more
-        on the way, which costs more than everything else."""
-        with self._connected() as connection:
-            commands = [("GET", self._prefix + name) for name in names]
-            connection.send_packed_command(connection.pack_commands(commands))
-            with connection._sock.makefile("rb") as answers:
-                for number in range(len(names)):
-                    arrived(number, _bulk(answers))
+        """Whole objects, each as one range: of a foreign one of gigabytes no more comes."""
 
-    @contextmanager
-    def _connected(self) -> Generator[Any]:
-        """A connection of the pool, for commands whose answers are read here; it is closed when
-        something goes wrong, whatever that is."""
-        connection: Any = None
-        is_clean = False
-        try:
-            connection = self._redis.connection_pool.get_connection()
-            yield connection
-            is_clean = True
-        except (redis.RedisError, OSError, ValueError, MemoryError) as error:
-            raise StoreUnreachable(f"{self.where}: {error}") from error
-        finally:
-            if connection is not None:
-                if not is_clean:  # answers to come would be taken for those to other commands
-                    connection.disconnect()
-                self._redis.connection_pool.release(connection)
+        def came(number: int, parts: list[Bytes] | None) -> None:
+            arrived(number, None if parts is None else parts[0])
+
+        self.get_ranges([(name, [(0, most + 1)]) for name in names], came)
 
     def get_ranges(
         self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: RangesArrived
@@ -156,18 +103,6 @@ class RedisClient:
         for name in names:
             pipe.exists(self._prefix + name)
         return np.array(self._sent(pipe), bool)
-
-    def ages(self, names: Sequence[str]) -> list[float | None]:
-        pipe = self._redis.pipeline(transaction=False)
-        for name in names:
-            pipe.exists(self._prefix + name)
-            pipe.object("IDLETIME", self._prefix + name)
-        answers = self._sent(pipe, raises=False)
-        pairs = zip(answers[::2], answers[1::2], strict=True)
-        return [
-            (float(idle) if isinstance(idle, int) else 0.0) if there == 1 else None
-            for there, idle in pairs
-        ]
 
     def delete(self, names: Sequence[str]) -> Refused:
         pipe = self._redis.pipeline(transaction=False)
@@ -210,49 +145,12 @@ class RedisClient:
     def _sent(self, pipe: Any, *, raises: bool = True) -> list[Any]:
         try:
             return cast("list[Any]", pipe.execute(raise_on_error=raises))
-        except (redis.RedisError, OSError) as error:
-            hint = CLUSTER if isinstance(error, _SENT_AWAY) else ""
-            raise StoreUnreachable(f"{self.where}: {error}{hint}") from error
+        except (redis.RedisError, OSError, ValueError, OverflowError, MemoryError) as error:
+            raise self._unreachable(error) from error
 
-
-def _send(to: socket, parts: Sequence[memoryview | bytes], seconds: float) -> None:
-    """Send all parts; the kernel waits for the other side, for so many seconds at a time."""
-    if isinstance(to, SSLSocket):
-        for part in parts:
-            to.sendall(part)
-        return
-    limit = Struct("ll").pack(int(seconds), int(seconds % 1 * 1e6))
-    to.setsockopt(SOL_SOCKET, SO_SNDTIMEO, limit)
-    to.settimeout(None)
-    try:
-        left = deque(memoryview(part) for part in parts)
-        while left:
-            sent = to.sendmsg(islice(left, MOST_PARTS))
-            while left and sent >= left[0].nbytes:
-                sent -= left.popleft().nbytes
-            if sent:
-                left[0] = left[0][sent:]
-    finally:
-        to.settimeout(seconds)
-
-
-def _unexpected(line: bytes) -> ValueError:
-    text = line.decode(errors="replace").strip() or "the connection was closed"
-    sent_away = text.startswith(("-MOVED", "-ASK", "-CLUSTERDOWN"))
-    return ValueError(text + (CLUSTER if sent_away else ""))
-
-
-def _bulk(answers: BufferedReader) -> Bytes | None:
-    """The next answer, a string of bytes or none; ValueError for anything else."""
-    line = answers.readline()
-    if line in NOTHING:
-        return None
-    if not (line.startswith(b"$") and line.endswith(b"\r\n")):
-        raise _unexpected(line)
-    data: Bytes = np.empty(int(line[1:]), np.uint8)
-    if answers.readinto(data.data) != data.nbytes or answers.read(2) != b"\r\n":
-        raise ValueError("the connection was closed")
-    return data
+    def _unreachable(self, error: Exception) -> StoreUnreachable:
+        hint = CLUSTER if isinstance(error, _SENT_AWAY) else ""
+        return StoreUnreachable(f"{self.where}: {error}{hint}")
 
 
 def _escaped(text: str) -> str:

@@ -7,8 +7,8 @@ and region come from the URL or, as usual, from `AWS_ACCESS_KEY_ID` and the like
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from threading import Thread
-from time import time
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,7 +38,10 @@ T = TypeVar("T")
 IN_FLIGHT = 64
 """Requests under way at a time, of one call, or of all that put objects."""
 
-RETRY_SECONDS = 0.02
+RETRIES = 3
+BACKOFF = timedelta(milliseconds=50)
+"""Requests that a server could not answer, or whose connection it closed, are sent again after
+50 ms, 100 ms and 200 ms, about."""
 
 NO_SUCH_RANGE = ("416 Range Not Satisfiable", "panicked", "non-partial")
 """In errors of `obstore`: an object ends before a range begins, before one of several begins, or
@@ -69,7 +72,11 @@ class S3Client:
                 "connect_timeout": f"{min(seconds, 2.0)}s",
                 "timeout": f"{seconds}s",
             },
-            retry_config={"max_retries": 0},
+            retry_config={
+                "max_retries": RETRIES,
+                "backoff": {"base": 2, "init_backoff": BACKOFF, "max_backoff": 10 * BACKOFF},
+                "retry_timeout": timedelta(seconds=seconds),
+            },
             **config,
         )
         self._loop = asyncio.new_event_loop()
@@ -95,15 +102,6 @@ class S3Client:
 
         made = zip(blobs, self._each(put, blobs, self._putting), strict=True)
         return {blob.name: THERE for blob, is_new in made if not is_new}
-
-    def renew(self, blobs: Sequence[Blob]) -> Refused:
-        async def put(blob: Blob) -> None:
-            await obstore.put_async(
-                self._store, blob.name, blob.data.data, mode="overwrite", use_multipart=False
-            )
-
-        self._each(put, blobs)
-        return {}
 
     def get(self, names: Sequence[str], most: int, arrived: Arrived) -> None:
         """Whole objects, each as one range: `obstore` answers a range at once, and an object in
@@ -142,17 +140,14 @@ class S3Client:
         return [whole[start:end] for start, end in ranges]
 
     def exists(self, names: Sequence[str]) -> Bools:
-        return np.array([age is not None for age in self.ages(names)], bool)
-
-    def ages(self, names: Sequence[str]) -> list[float | None]:
-        async def head(name: str) -> float | None:
+        async def head(name: str) -> bool:
             try:
-                found = await obstore.head_async(self._store, name)
+                await obstore.head_async(self._store, name)
             except FileNotFoundError:
-                return None
-            return time() - found["last_modified"].timestamp()
+                return False
+            return True
 
-        return self._each(head, names)
+        return np.array(self._each(head, names), bool)
 
     def delete(self, names: Sequence[str]) -> Refused:
         async def delete(some: list[str]) -> None:
@@ -186,19 +181,12 @@ class S3Client:
         items: Sequence[Any],
         gate: asyncio.Semaphore | None = None,
     ) -> list[T]:
-        """The function's results for all items, some at a time; cancelled when one fails twice.
-
-        One retry: servers close idle connections.
-        """
+        """The function's results for all items, some at a time; cancelled when one fails."""
         passed = gate or asyncio.Semaphore(IN_FLIGHT)
 
         async def one(item: Any) -> T:
             async with passed:
-                try:
-                    return await function(item)
-                except BaseError:
-                    await asyncio.sleep(RETRY_SECONDS)
-                    return await function(item)
+                return await function(item)
 
         async def all_of_them() -> list[T]:
             async with asyncio.TaskGroup() as group:

@@ -1,0 +1,198 @@
+"""Tickets that came with requests: checked, kept alive, pulled with, or given back.
+
+Several requests carry the same tickets where a call asks for several answers (`n`), and a ticket is
+read once: the first request pulls, and the others find its blocks in the engine's own cache.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
+from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.protocol import (
+    BlockIds,
+    EngineRequest,
+    Handover,
+    OtherPrompt,
+    PullBlocks,
+    handover_in,
+    tickets_to_drop,
+)
+from kvstow.adapters.vllm.scheduler.block_holds import HeldPulls
+from kvstow.adapters.vllm.scheduler.source import Hits, OrderBook, PrefixSource
+from kvstow.adapters.vllm.scheduler.weights import EngineWeights
+from kvstow.errors import TransferError
+from kvstow.plan.group import Group
+from kvstow.plan.identity import Identity
+from kvstow.transfer.tickets.ticket import Ticket
+
+log = logging.getLogger(__name__)
+
+
+class Handovers(PrefixSource):
+    """Tickets of one engine's requests. Without `takes_over` nothing is pulled: the engine gives
+    blocks away that a step under way still writes to."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        options: ConnectorOptions,
+        weights: EngineWeights,
+        book: OrderBook,
+        held: HeldPulls,
+        counts: EngineCounts,
+        *,
+        max_tokens: int,
+        takes_over: bool,
+    ) -> None:
+        self._has_states = any(group.retention == AFTER_LAST_TOKEN for group in groups)
+        self._options = options
+        self._weights = weights
+        self._book = book
+        self._held = held
+        self._counts = counts
+        self._max_tokens = max_tokens
+        self._takes_over = takes_over
+        self._waiting: dict[str, Handover] = {}
+        """By request, tickets that nobody has pulled with."""
+        self._pulling: dict[str, Handover] = {}
+
+    # ── tickets come ──────────────────────────────────────────────────────────────
+
+    def take_in(self, request: EngineRequest) -> None:
+        """Tickets that came with the request, and may be used, are kept alive. Bad ones are
+        counted here and handed back: the engine computes such a request itself, or has rejected
+        it."""
+        try:
+            handover = handover_in(request)
+            if handover is None:
+                return
+            self._check_role()
+            self._check_identity(handover)
+            self.offer(request.id, self._short_of_last(request, handover))
+        except TransferError as error:
+            log.warning("request %s: %s", request.id, error)
+            self._counts["refused"] += 1
+            if not isinstance(error, OtherPrompt):
+                self._book.step.drops += tickets_to_drop(request, max_tokens=self._max_tokens)
+
+    def offer(self, id: str, handover: Handover) -> None:
+        """A request may take these tokens over."""
+        self._waiting[id] = handover
+        self._book.step.keeps += handover.tickets
+
+    def _check_role(self) -> None:
+        if not self._takes_over:
+            raise TransferError(
+                "this engine was started as kv_producer, for which vLLM does not keep blocks from "
+                'being written while they are loaded\n\nhint: "kv_role": "kv_both"',
+                kind="refused",
+            )
+
+    def _check_identity(self, handover: Handover) -> None:
+        """Refuse tickets of another computation. Those that name none are compared when met, by
+        what both engines were started with."""
+        own = self._weights.identity
+        for ticket in handover.tickets:
+            is_unnamed = ticket.identity == b"" and not self._weights.have_changed
+            if ticket.identity != own.digest and not is_unnamed:
+                raise TransferError(
+                    f"agent {ticket.agent!r} computes otherwise than {own.model!r} "
+                    "here: weights, configuration, cache dtype or kernels differ\n\n"
+                    "hint: compare both instances' manifest_file with `kvstow route`; weights that "
+                    "were changed in place need the same weight version in both",
+                    kind="ticket",
+                )
+
+    def _short_of_last(self, request: EngineRequest, handover: Handover) -> Handover:
+        """The same tickets, for all tokens but the request's last, which is computed anyway.
+
+        vLLM gives blocks for what the token after the loaded ones sees. If the last token were
+        loaded and then computed, its own window or chunk could reach back into a block that was
+        not given. A state that has seen the last token cannot see it again.
+        """
+        most = len(request.tokens) - 1
+        if handover.num_tokens <= most:
+            return handover
+        if self._has_states:
+            raise TransferError(
+                f"tickets are for {handover.num_tokens} tokens, all of the request's: a recurrent "
+                "state that has seen the last one cannot see it again\n\n"
+                "hint: send decode the same prompt as prefill, which stops one token short",
+                kind="ticket",
+            )
+        return replace(handover, num_tokens=most)
+
+    # ── and are used ──────────────────────────────────────────────────────────────
+
+    def has(self, id: str) -> bool:
+        return id in self._waiting
+
+    def reach(self, id: str, num_computed: int, num_held: int) -> int | None:
+        handover = self._waiting.get(id)
+        if handover is None:
+            return num_held
+        if self._is_pulled_for_another(handover):
+            return None
+        return max(num_held, handover.num_tokens)
+
+    def load(self, id: str, ids: BlockIds, start: int, num_tokens: int) -> Hits:
+        """Pull. Where there are no tickets any more, or too few, the pull fails, and the engine
+        computes."""
+        handover = self._waiting.pop(id, None)
+        tickets: tuple[Ticket, ...] = ()
+        if handover is not None:
+            self._pulling[id] = handover
+            tickets = self._tickets_for(handover, num_tokens)
+        is_peers = handover is not None and handover.from_peer
+        self._book.step.pulls.append(
+            PullBlocks(
+                request=id,
+                tickets=tickets,
+                ids=ids,
+                start_token=start,
+                num_tokens=num_tokens,
+                seconds=self._options.peers_pull_seconds if is_peers else None,
+                may_hold=self._held.pool is not None,
+            )
+        )
+        return {"p2p": num_tokens - start}
+
+    def _tickets_for(self, handover: Handover, num_tokens: int) -> tuple[Ticket, ...]:
+        """The tickets, if so many tokens can be had of them. A recurrent state is that after all
+        tokens of the tickets, and none before."""
+        has_them = num_tokens <= handover.num_tokens
+        if has_them and not (self._has_states and num_tokens < handover.num_tokens):
+            return handover.tickets
+        log.warning(
+            "the engine wants %d tokens, the tickets are for %d: it computes them",
+            num_tokens,
+            handover.num_tokens,
+        )
+        self._book.step.drops += handover.tickets
+        return ()
+
+    def _is_pulled_for_another(self, handover: Handover) -> bool:
+        return any(other.leases == handover.leases for other in self._pulling.values())
+
+    def computes(self, id: str) -> None:
+        """Tickets that were pulled for it are used up, for those that waited, too; tickets that
+        will not be pulled are dropped, unless another request has the same."""
+        used = self._pulling.pop(id, None)
+        for other, handover in tuple(self._waiting.items()):
+            if used is not None and handover.leases == used.leases:
+                self._book.step.drops += self._waiting.pop(other).tickets
+        handover = self._waiting.pop(id, None)
+        if handover is None or self._is_pulled_for_another(handover):
+            return
+        if all(other.leases != handover.leases for other in self._waiting.values()):
+            self._book.step.drops += handover.tickets
+
+    def ended(self, id: str, ids: BlockIds, num_tokens: int) -> None:
+        self.computes(id)
+
+    def reset(self, identity: Identity) -> None:
+        for id in tuple(self._waiting):
+            self.computes(id)

@@ -1,0 +1,136 @@
+"""Requests that have ended, offered to others: tickets, and the generations of their blocks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from secrets import randbits
+from typing import Any
+
+import numpy as np
+
+from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.protocol import (
+    OURS,
+    BlockIds,
+    EngineRequest,
+    Handover,
+    OfferBlocks,
+    WorkerEndpoint,
+    blocks_with_tokens,
+    prompt_digest,
+)
+from kvstow.adapters.vllm.scheduler.source import OrderBook
+from kvstow.adapters.vllm.scheduler.weights import EngineWeights
+from kvstow.errors import BlockError
+from kvstow.plan.group import Group
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
+from kvstow.transfer.tickets.ticket import Ticket
+
+LEASE_BITS = 62
+
+Tell = Callable[[OfferBlocks, Sequence[str]], object]
+"""Tells workers of an offer at once, and of its tickets as text."""
+
+
+class PinnedBlocks:
+    """Generations and leases of every block, by group.
+
+    The scheduler's side writes the generations, because it alone knows who holds a block. A
+    block's generation names one unbroken time in which some lease has kept it. It grows when the
+    last lease on the block is known to be over, before the engine may reuse the block. A worker
+    that has ended its lease already counts one further on its own, and is set back only by a new
+    lease within that same unbroken time: see `LeasedGenerations`.
+    """
+
+    def __init__(self, num_groups: int, num_blocks: int) -> None:
+        self._generations = np.ones((num_groups, num_blocks), np.int64)
+        self._leases = np.zeros((num_groups, num_blocks), np.int64)
+
+    def pin(self, blocks: Mapping[int, Blocks]) -> dict[int, Ints]:
+        """Note a lease on these blocks; their generations under it."""
+        for group, listed in blocks.items():
+            self._leases[group][listed.ids] += 1
+        return {group: self._generations[group][b.ids].copy() for group, b in blocks.items()}
+
+    def unpin(self, blocks: Mapping[int, Blocks]) -> None:
+        """A lease is over; blocks that no other lease keeps begin a new generation."""
+        for group, listed in blocks.items():
+            if (self._leases[group][listed.ids] < 1).any():
+                raise BlockError(
+                    f"group {group}: some of blocks {listed.ids[:8].tolist()} are not pinned"
+                )
+            self._leases[group][listed.ids] -= 1
+            over = listed.ids[self._leases[group][listed.ids] == 0]
+            self._generations[group][over] += 1
+
+
+class SchedulerOffers:
+    """Offers of one engine, in the name of its workers."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        num_blocks: int,
+        options: ConnectorOptions,
+        weights: EngineWeights,
+        book: OrderBook,
+        counts: EngineCounts,
+    ) -> None:
+        self._groups = tuple(groups)
+        self._pinned = PinnedBlocks(len(groups), num_blocks)
+        self._lease_seconds = options.lease_seconds
+        self._weights = weights
+        self._book = book
+        self._counts = counts
+        self._workers: tuple[WorkerEndpoint, ...] = ()
+        self._tell: Tell = lambda offer, texts: None
+        self._blocks: dict[str, Mapping[int, Blocks]] = {}
+        """By request, blocks that a lease keeps."""
+
+    def meet(self, workers: Sequence[WorkerEndpoint], tell: Tell) -> None:
+        self._workers, self._tell = tuple(workers), tell
+
+    def make(self, request: EngineRequest, ids: BlockIds, num_tokens: int) -> dict[str, Any] | None:
+        """Tickets for the request's blocks, as its answer carries them; None where it cannot be
+        offered. The blocks are pinned first; workers are told at once, and in the next step."""
+        if not request.shareable or not self._workers:
+            self._counts["not offered"] += 1
+            return None
+        blocks = {
+            g: blocks_with_tokens(group_ids, 0, num_tokens, self._groups[g].block_tokens)
+            for g, group_ids in enumerate(ids)
+        }
+        tickets = self._tickets(blocks, num_tokens)
+        offer = OfferBlocks(request=request.id, tickets=tickets)
+        self._blocks[request.id] = blocks
+        self._book.step.offers.append(offer)
+        self._counts["offered"] += 1
+        digest = prompt_digest(request, num_tokens)
+        params = Handover(tickets=tickets, num_tokens=num_tokens, prompt=digest).params()
+        self._tell(offer, params[OURS]["tickets"])
+        return params
+
+    def _tickets(self, blocks: Mapping[int, Blocks], num_tokens: int) -> tuple[Ticket, ...]:
+        generations = self._pinned.pin(blocks)
+        return tuple(
+            Ticket(
+                agent=worker.agent,
+                start=worker.start,
+                address=worker.address,
+                key=worker.key,
+                lease=randbits(LEASE_BITS) + 1,
+                lease_seconds=self._lease_seconds,
+                fingerprint=worker.fingerprint,
+                num_tokens=num_tokens,
+                blocks=blocks,
+                generations=generations,
+                identity=self._weights.identity.digest,
+            ).signed(worker.ticket_key)
+            for worker in self._workers
+        )
+
+    def sent(self, request: str) -> None:
+        """The workers' leases of a request are over: the engine may reuse its blocks."""
+        blocks = self._blocks.pop(request, None)
+        if blocks is not None:
+            self._pinned.unpin(blocks)

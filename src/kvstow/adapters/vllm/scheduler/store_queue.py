@@ -1,0 +1,151 @@
+"""Rows on their way to the tiers: held, in turn, within a bandwidth, never twice.
+
+added     the engine's block is held, so that nobody writes to it
+taken     one job per step for the workers, as much as the limits allow
+stored    every rank has ended the job: the block is the engine's alone again
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstow.adapters.vllm.protocol import KeyedBlocks, StoreBlocks
+from kvstow.adapters.vllm.scheduler.block_holds import BlockHolds
+
+MAX_BYTES_UNDER_WAY = 4 << 30
+"""Bytes of one rank that the workers may be given before they have told of earlier ones. They tell
+once per step, and a step of 8,192 tokens of a model of 8 B fills 1 GiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowToStore:
+    """A block of a request, and the key of what it holds."""
+
+    request: str
+    group: int
+    key: bytes
+    block: int
+
+
+class StoreQueue:
+    """Rows that wait to be stored, and those that are."""
+
+    def __init__(
+        self,
+        row_bytes: Sequence[int],
+        *,
+        max_rows: int,
+        bytes_per_second: int = 0,
+        num_ranks: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._row_bytes = tuple(row_bytes)
+        self._max_rows = max_rows
+        self._rate = bytes_per_second
+        self._clock = clock
+        self._credit = 0.0
+        self._credited_at = clock()
+        self.holds: BlockHolds | None = None
+        self.num_ranks = num_ranks
+        self._keys: set[tuple[int, bytes]] = set()
+        self._waiting: deque[RowToStore] = deque()
+        self._jobs: dict[int, list[RowToStore]] = {}
+        self._ranks_left: dict[int, int] = {}
+        self._bytes_under_way = 0
+        self._number = 0
+
+    def __len__(self) -> int:
+        """Rows that wait or are under way; their blocks are held."""
+        return len(self._keys)
+
+    @property
+    def is_full(self) -> bool:
+        return self.holds is None or len(self._keys) >= self._max_rows
+
+    def contains(self, group: int, key: bytes) -> bool:
+        return (group, key) in self._keys
+
+    def add(self, row: RowToStore) -> None:
+        """Hold the row's block; the row waits for its turn."""
+        assert self.holds is not None
+        self.holds.hold([row.block])
+        self._keys.add((row.group, row.key))
+        self._waiting.append(row)
+
+    def take(self) -> StoreBlocks | None:
+        """The next job for the workers; None where there is nothing to do or no room for more."""
+        self._earn()
+        rows: list[RowToStore] = []
+        while self._waiting and self._affordable(self._row_bytes[self._waiting[0].group]):
+            row = self._waiting.popleft()
+            rows.append(row)
+            self._bytes_under_way += self._row_bytes[row.group]
+            self._credit -= self._row_bytes[row.group]
+        if not rows:
+            return None
+        self._number += 1
+        self._jobs[self._number] = rows
+        self._ranks_left[self._number] = self.num_ranks
+        return StoreBlocks(job=self._number, rows=_by_group(rows))
+
+    def _earn(self) -> None:
+        now = self._clock()
+        earned = self._credit + self._rate * (now - self._credited_at)
+        self._credit = min(float(self._rate), earned)  # no more than a second's worth
+        self._credited_at = now
+
+    def _affordable(self, nbytes: int) -> bool:
+        if self._rate and self._credit <= 0:
+            return False
+        return not self._bytes_under_way or self._bytes_under_way + nbytes <= MAX_BYTES_UNDER_WAY
+
+    def stored(self, job: int, ranks: int) -> None:
+        """So many ranks more have ended a job."""
+        self._ranks_left[job] -= ranks
+        if self._ranks_left[job] > 0:
+            return
+        del self._ranks_left[job]
+        rows = self._jobs.pop(job)
+        self._bytes_under_way -= sum(self._row_bytes[row.group] for row in rows)
+        self._let_go(rows)
+
+    def give_up(self) -> list[RowToStore]:
+        """Let go of all rows that wait. Those that the workers copy already stay held for a
+        moment."""
+        rows = list(self._waiting)
+        self._waiting.clear()
+        self._let_go(rows)
+        return rows
+
+    def give_up_free(self) -> list[RowToStore]:
+        """Let go of rows that wait, and whose blocks the engine gets by it."""
+        rows = [row for row in self._waiting if self._frees(row)]
+        if rows:
+            self._waiting = deque(row for row in self._waiting if not self._frees(row))
+            self._let_go(rows)
+        return rows
+
+    @property
+    def will_free(self) -> bool:
+        """Whether the engine gets some block when the workers have told of what they copy."""
+        return any(self._frees(row) for rows in self._jobs.values() for row in rows)
+
+    def _frees(self, row: RowToStore) -> bool:
+        """Whether no request has the row's block any more. A running one has all of its own."""
+        return self.holds is not None and self.holds.is_last(row.block)
+
+    def _let_go(self, rows: Sequence[RowToStore]) -> None:
+        if not rows:
+            return
+        assert self.holds is not None
+        self.holds.release([row.block for row in rows])
+        self._keys.difference_update((row.group, row.key) for row in rows)
+
+
+def _by_group(rows: Sequence[RowToStore]) -> dict[int, KeyedBlocks]:
+    found: dict[int, KeyedBlocks] = {}
+    for group in sorted({row.group for row in rows}):
+        own = [row for row in rows if row.group == group]
+        found[group] = tuple(row.key for row in own), tuple(row.block for row in own)
+    return found

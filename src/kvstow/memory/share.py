@@ -1,0 +1,198 @@
+"""The arena of one process as memory of another one of the same node, and of the same user.
+
+    share(arena) ─▶ SharedArena, a few hundred bytes ─▶ Mapping(shared, layout).arena
+
+Host memory is mapped by the descriptor of its file in memory, device memory by CUDA IPC. A mapping
+keeps the memory alive: the process that shared it may end, and the bytes stay as they were, and
+stay allocated, until the mapping is closed.
+"""
+
+import os
+import select
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import msgspec
+import numpy as np
+import torch
+
+from kvstow.errors import NotShared
+from kvstow.memory import ipc
+from kvstow.memory.allocate import bytes_at, file_bytes, host_bytes
+from kvstow.memory.arena import Arena
+from kvstow.plan.layout import Layout
+from kvstow.plan.view import Ints
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_NAMESPACES = ("ipc", "pid", "user")
+
+
+class SharedFile(msgspec.Struct, frozen=True, array_like=True, tag="file"):
+    """A file in memory: an open descriptor of a process, and the file that it stands for."""
+
+    descriptor: _Number
+    device: _Number
+    inode: _Number
+
+
+class SharedAllocation(msgspec.Struct, frozen=True, array_like=True, tag="allocation"):
+    """Device memory: the handle of one allocation, and where in it the arena begins."""
+
+    gpu: Annotated[str, msgspec.Meta(max_length=64)]
+    handle: Annotated[bytes, msgspec.Meta(min_length=ipc.HANDLE_BYTES, max_length=ipc.HANDLE_BYTES)]
+    offset: _Number
+
+
+class SharedArena(msgspec.Struct, frozen=True, array_like=True):
+    """What another process needs to map an arena and the counters beside it.
+
+    `node` names the machine and the namespaces that process ids and handles belong to.
+    """
+
+    node: Annotated[str, msgspec.Meta(max_length=256)]
+    user: _Number
+    process: _Number
+    nbytes: _Number
+    arena: SharedFile | SharedAllocation
+
+
+def share(arena: Arena) -> SharedArena:
+    """What another process needs to map an arena; NotShared for memory that none can map."""
+    return SharedArena(node(), os.geteuid(), os.getpid(), arena.nbytes, _shared_memory(arena))
+
+
+def _shared_memory(arena: Arena) -> SharedFile | SharedAllocation:
+    if arena.device.type == "cuda":
+        return SharedAllocation(_gpu(arena.device), *ipc.exported(arena.address, arena.nbytes))
+    if arena.file is None:
+        raise NotShared("memory", "host memory that was adopted, or lies on huge pages")
+    return shared_file(arena.file)
+
+
+def shared_file(file: int) -> SharedFile:
+    """An open file in memory, as another process of this user finds it."""
+    facts = os.fstat(file)
+    return SharedFile(file, facts.st_dev, facts.st_ino)
+
+
+class SharedCounters:
+    """Whole numbers that other processes can read, all 0 at first."""
+
+    def __init__(self, count: int) -> None:
+        host = host_bytes(max(1, count) * 8, align=8, huge_pages=False, pinned=False)
+        assert host.file is not None
+        self.numbers: Ints = host.memory.numpy().view(np.int64)[:count]
+        self.file = shared_file(host.file)
+
+
+class Mapping:
+    """The arena of another process, as an arena here that nobody here writes to.
+
+    Raises NotShared where it cannot be mapped, with the reason. Close it when nothing here
+    reads it any more.
+    """
+
+    def __init__(self, shared: SharedArena, layout: Layout, device: torch.device) -> None:
+        check_same_node(shared)
+        if shared.nbytes != layout.nbytes:
+            raise NotShared("memory", f"{shared.nbytes} bytes, the layout has {layout.nbytes}")
+        self.process = Process(shared.process)
+        self._opened: int | None = None
+        try:
+            self.arena = Arena.over(layout, self._memory(shared, device))
+        except BaseException:
+            self.process.close()
+            raise
+
+    def _memory(self, shared: SharedArena, device: torch.device) -> torch.Tensor:
+        match shared.arena:
+            case SharedFile():
+                if device.type != "cpu":
+                    raise NotShared("memory", f"it is host memory, ours is on {device}")
+                return mapped_file(shared.process, shared.arena, shared.nbytes)
+            case SharedAllocation(gpu, handle, offset):
+                if device.type != "cuda" or gpu != _gpu(device):
+                    raise NotShared("memory", f"it is on GPU {gpu}, ours is on {device}")
+                if shared.process == os.getpid():
+                    raise NotShared("process", "a process cannot map its own device memory")
+                self._opened = ipc.opened(handle, device)
+                return bytes_at(self._opened + offset, shared.nbytes, device)
+
+    def close(self) -> None:
+        """Let go of the memory. Nothing may be reading it."""
+        self.arena.close()
+        self.process.close()
+        if self._opened is not None:
+            ipc.close(self._opened)
+            self._opened = None
+
+
+def mapped_counters(shared: SharedArena, file: SharedFile, count: int) -> Ints:
+    """The counters of another process, as it changes them. Raises NotShared."""
+    check_same_node(shared)
+    return mapped_file(shared.process, file, max(1, count) * 8).numpy().view(np.int64)[:count]
+
+
+def mapped_file(process: int, file: SharedFile, nbytes: int) -> torch.Tensor:
+    """A file in memory that a process has open. NotShared if it is not that very file."""
+    try:
+        ours = os.open(f"/proc/{process}/fd/{file.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        reason = f"file {file.descriptor} of process {process}: {error.strerror}"
+        raise NotShared("process", reason) from None
+    try:
+        facts = os.fstat(ours)
+        if (facts.st_dev, facts.st_ino) != (file.device, file.inode) or facts.st_size < nbytes:
+            raise NotShared("process", f"process {process} has another file there")
+        return file_bytes(ours, nbytes)
+    finally:
+        os.close(ours)
+
+
+class Process:
+    """Another process of this node, known for as long as this object is, whoever gets its number.
+
+    Raises NotShared if there is none.
+    """
+
+    def __init__(self, number: int) -> None:
+        try:
+            self.file = os.pidfd_open(number)
+        except OSError as error:
+            raise NotShared("process", f"process {number}: {error.strerror}") from None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended."""
+        return bool(select.select((self.file,), (), (), 0)[0])
+
+    def close(self) -> None:
+        """Forget the process."""
+        with suppress(OSError):
+            os.close(self.file)
+
+
+def check_same_node(shared: SharedArena) -> None:
+    """NotShared unless both processes are on one node, of one user."""
+    if shared.node != node():
+        raise NotShared("node", f"it is on {shared.node}, we are on {node()}")
+    if shared.user != os.geteuid():
+        raise NotShared("user", f"it is of user {shared.user}, we are of user {os.geteuid()}")
+
+
+@cache
+def node() -> str:
+    """This machine since it was started, and the namespaces of this process. Raises NotShared."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES]
+    except OSError as error:
+        raise NotShared("node", f"the system does not say which node this is: {error}") from None
+    return " ".join((boot, *spaces))
+
+
+def _gpu(device: torch.device) -> str:
+    properties = cast(Any, torch.cuda.get_device_properties)  # pyright: ignore[reportUnknownMemberType]
+    return str(properties(device).uuid)

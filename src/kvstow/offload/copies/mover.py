@@ -1,0 +1,605 @@
+"""Rows between an arena and its tiers, always by way of host memory.
+
+    store    arena → host, then host → below              (demotion, another job)
+    load     host → arena; what the host lacks: below → host → arena
+
+Without a host tier rows pass through a window, in which they are reserved and never kept, and a
+store is over when the tier below has them. So do rows for which a host tier has no room.
+
+A job's blocks are held (where a pool is given) from submission until `reap`, so none of them is
+handed out for writing while bytes move. A job that fails names its blocks; nothing else stops.
+
+Each kind of job has a queue and workers of its own, loads and stores a stream each. How a part
+of a job is done is a generator, which pauses when it has submitted a copy. A worker waits for the
+copy and goes on; meanwhile others submit the parts behind it:
+
+    copies     ├── part 0 ──┼── part 1 ──┼── part 2 ──┼── part 3 ─
+    worker 0   submit ····· enter, submit ············ enter, …
+    worker 1     submit ················ enter, submit ····
+
+A job may be begun `here`, by the thread that submits it: then `reap` goes on with it, and no
+other thread's turn lies between.
+"""
+
+import logging
+import os
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from threading import Event, Lock
+from time import monotonic, sleep
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.errors import CopyError, StoreError
+from kvstow.memory.arena import Arena
+from kvstow.memory.copy import CopyHandle, copy
+from kvstow.offload.copies.checks import PendingSums, RowChecks, Sums
+from kvstow.offload.copies.jobs import JobKind, JobPart, JobQueue, MoverJob
+from kvstow.offload.copies.streams import StreamOrder
+from kvstow.offload.copies.window import HostRows, HostWindow
+from kvstow.offload.disk.format import ChainLink
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.rows import check_same_rows
+from kvstow.offload.tier import Tier, check_process, checked_keys, chosen, stored_in
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks, check_ids
+from kvstow.threads import guarded_thread
+
+log = logging.getLogger("kvstow.offload")
+
+
+class Holds(Protocol):
+    """What the mover asks of a block pool."""
+
+    def share(self, group: int, ids: npt.ArrayLike) -> None: ...
+    def release(self, group: int, ids: npt.ArrayLike) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much may be under way at a time.
+
+    `workers` loads and as many stores, in parts of about `part_bytes`, are on their way, and half
+    as many demotions; `max_bytes` of each kind of job may wait. Without workers nothing moves but
+    by `Mover.step`.
+    """
+
+    workers: int = 2
+    max_bytes: int = 4 << 30
+    part_bytes: int = 128 << 20
+
+
+USUAL = Limits()
+
+POLL_SECONDS = 0.0002
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingCopy:
+    """A copy that was submitted, and the sums that are taken of its rows."""
+
+    handle: CopyHandle
+    sums: PendingSums | None
+
+    def over(self) -> bool:
+        return self.handle.poll() and (self.sums is None or self.sums.over())
+
+    def result(self) -> Sums | None:
+        """The sums, when all bytes have arrived. Raises CopyError if they don't."""
+        self.handle.wait()
+        return None if self.sums is None else self.sums.result()
+
+
+Story = Generator[PendingCopy]
+"""How a part is done. It pauses when it has submitted a copy, and then waits for it itself."""
+
+
+class Mover:
+    """Moves rows of one arena through a host tier, or a window, and a tier below.
+
+    Call `store`, `load` and `reap` from the thread that owns the pool. With `checked`,
+    rows that come back from the host tier, or go on below it, are compared with what left
+    (`checks`); those that differ are forgotten, and fetched from the tier below where that has
+    them.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        host: HostTier | None,
+        below: Tier | None = None,
+        *,
+        pool: Holds | None = None,
+        limits: Limits = USUAL,
+        checked: bool = False,
+    ) -> None:
+        self._arena, self._below, self._pool, self._limits = arena, below, pool, limits
+        if host is not None and below is not None:
+            _check_identity(host, below)
+            check_same_rows(host.layout, below.name, below.layout)
+        self._lock = Lock()
+        self._host = None if host is None else HostRows(arena, host)
+        self._windows: dict[JobKind, HostWindow] = {}
+        self._rows = self._host or self._window(JobKind.STORE)
+        self._order = StreamOrder(arena.device)
+        self._checks = RowChecks(arena, host) if checked and host is not None else None
+        self._queues = {kind: JobQueue(max_bytes=limits.max_bytes) for kind in JobKind}
+        self._opener = os.getpid()
+        self._fetches: dict[tuple[int, bytes], Event] = {}
+        """Rows that some part is bringing to the host from below."""
+        self._here: list[tuple[JobPart, Story, PendingCopy]] = []
+        self._finished: list[MoverJob] = []
+        self._broken: BaseException | None = None
+        self.dropped_rows = 0
+        """Rows that went no further than the host tier, because too many waited already."""
+        self._threads = [
+            guarded_thread(
+                f"kvstow-mover-{kind.name.lower()}-{i}",
+                lambda queue=self._queues[kind]: self._work(queue),
+                on_broken=self._break,
+            )
+            for kind, count in (
+                (JobKind.LOAD, limits.workers),
+                (JobKind.STORE, limits.workers),
+                (JobKind.DEMOTE, (limits.workers + 1) // 2 if host and below else 0),
+            )
+            for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ── commands ──────────────────────────────────────────────────────────────────
+
+    def store(
+        self,
+        group: int,
+        ids: npt.ArrayLike,
+        keys: Sequence[bytes],
+        links: Sequence[ChainLink] = (),
+        *,
+        here: bool = False,
+    ) -> MoverJob:
+        """Keep blocks, after what the current stream has been given.
+
+        Nobody may write to the blocks until the job is over. `links`, one per key or none, say
+        where they stand in their sequences, for a disk below (`kvstow store convert`).
+        """
+        job = self._job(JobKind.STORE, group, keys, ids, links)
+        self._order.record(job)
+        self._submit(job, here=here and self._host is not None)
+        return job
+
+    def load(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        ids: npt.ArrayLike,
+        *,
+        after_stream: bool = True,
+        here: bool = False,
+    ) -> MoverJob:
+        """Bring rows from wherever they are to blocks; `result()` says which arrived.
+
+        The copies start after what the current stream has been given. With `after_stream=False`
+        they do not wait for it, so none of that work may use the blocks. Only rows that host
+        memory has are loaded `here`.
+        """
+        job = self._job(JobKind.LOAD, group, keys, ids)
+        if after_stream:
+            self._order.record(job)
+        if here and self._host is not None:
+            here = bool(self._host.tier.contains(self._host.group(group), keys).all())
+        self._submit(job, here=here and self._host is not None)
+        return job
+
+    def reap(self) -> tuple[MoverJob, ...]:
+        """Jobs that ended since the last time; the holds on their blocks end here."""
+        self._go_on_here()
+        with self._lock:
+            finished, self._finished = self._finished, []
+        for job in finished:
+            self._release(job)
+        return tuple(finished)
+
+    def step(self) -> bool:
+        """Run the next part in this thread, loads first; whether there was one."""
+        for queue in self._queues.values():
+            part = queue.take(wait=False)
+            if part is not None:
+                self._run(queue, part)
+                return True
+        return False
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Whether everything is over, demotion included, within so many seconds."""
+        end = None if timeout is None else monotonic() + timeout
+        while self._go_on_here():
+            if end is not None and monotonic() > end:
+                return False
+            sleep(POLL_SECONDS)
+        while not self._threads and self.step():
+            pass
+        return all(
+            queue.wait_empty(None if end is None else max(0.0, end - monotonic()))
+            for queue in self._queues.values()
+        )
+
+    def close(self) -> None:
+        """Give up what has not begun, wait for what has."""
+        while self._go_on_here():
+            sleep(POLL_SECONDS)
+        for queue in self._queues.values():
+            for part in queue.close():
+                part.job.cancel()
+                self._end(part, ran=False, error=None)
+        for thread in self._threads:
+            thread.join()
+        self.reap()
+        for window in self._windows.values():
+            window.tier.close()
+
+    # ── submission ────────────────────────────────────────────────────────────────
+
+    def _job(
+        self,
+        kind: JobKind,
+        group: int,
+        keys: Sequence[bytes],
+        ids: npt.ArrayLike,
+        links: Sequence[ChainLink] = (),
+    ) -> MoverJob:
+        """A job, once it is certain that each block is one, is named once, and has a key: a block
+        under two keys, or a null row under one, would be taken for what it is not."""
+        blocks = self._arena.checked(group, ids)
+        if len(blocks) != len(keys):
+            raise StoreError(f"{len(keys)} keys for {len(blocks)} blocks")
+        if links and len(links) != len(keys):
+            raise StoreError(f"{len(links)} links for {len(keys)} keys")
+        check_ids(self._arena.layout, group, Blocks.first(blocks), "arena")
+        checked_keys(self._arena.layout, group, keys)
+        return MoverJob(kind, group, keys, blocks, links)
+
+    def _submit(self, job: MoverJob, *, here: bool) -> None:
+        if self._pool is not None and len(job.ids):
+            self._pool.share(job.group, job.ids)
+        try:
+            if here:
+                job.expect_parts(1)
+                job.begin_part()
+                part = JobPart(job, slice(0, len(job.keys)), 0)
+                story = self._store if job.kind is JobKind.STORE else self._from_host
+                self._go_on(part, story(part))
+            else:
+                self._enqueue(job)
+        except BaseException:
+            self._release(job)
+            raise
+
+    def _enqueue(self, job: MoverJob) -> None:
+        check_process(self._opener, "the mover")  # a fork has none of its threads
+        if self._broken is not None:
+            raise StoreError(f"the mover has lost a thread: {self._broken!r}", blocks=job.blocks)
+        row_bytes = self._rows.row_bytes(job.group)
+        rows_per_part = max(1, self._limits.part_bytes // row_bytes)
+        self._queues[job.kind].put(job, row_bytes, rows_per_part)
+        if not job.keys:  # no part will end it
+            self._finish(job)
+
+    def _release(self, job: MoverJob) -> None:
+        if self._pool is not None and len(job.ids):
+            self._pool.release(job.group, job.ids)
+
+    # ── workers ───────────────────────────────────────────────────────────────────
+
+    def _work(self, queue: JobQueue) -> None:
+        while (part := queue.take()) is not None:
+            self._run(queue, part)
+
+    def _run(self, queue: JobQueue, part: JobPart) -> None:
+        try:
+            if part.job.begin_part():
+                tell = {
+                    JobKind.LOAD: self._load,
+                    JobKind.STORE: self._store if self._host else self._store_below,
+                    JobKind.DEMOTE: self._demote,
+                }[part.job.kind]
+                self._go_on(part, tell(part), may_pause=False)
+            else:
+                self._end(part, ran=False, error=None)
+        finally:
+            queue.done(part)
+
+    def _go_on(self, part: JobPart, story: Story, *, may_pause: bool = True) -> None:
+        """Go on with a part until it is over, or waits for a copy and may."""
+        error: StoreError | None = None
+        try:
+            for copying in story:
+                if may_pause and not _is_over(copying):
+                    self._here.append((part, story, copying))
+                    return
+        except Exception as cause:
+            error = _named(part, cause)
+            log.warning("%s", error)
+        self._end(part, ran=True, error=error)
+
+    def _go_on_here(self) -> bool:
+        """Go on with what was begun here, where copies are over; whether something is left."""
+        paused, self._here = self._here, []
+        for part, story, copying in paused:
+            if _is_over(copying):
+                self._go_on(part, story)
+            else:
+                self._here.append((part, story, copying))
+        return bool(self._here)
+
+    def _end(self, part: JobPart, *, ran: bool, error: StoreError | None) -> None:
+        if part.job.end_part(ran=ran, error=error):
+            self._finish(part.job)
+
+    def _finish(self, job: MoverJob) -> None:
+        if job.kind is not JobKind.DEMOTE:
+            with self._lock:
+                self._finished.append(job)
+
+    def _break(self, cause: BaseException) -> None:
+        """A worker has ended: nothing waits for it."""
+        self._broken = cause
+        for queue in self._queues.values():
+            for part in queue.close():
+                self._end(part, ran=False, error=_named(part, cause))
+
+    # ── how a part is done ────────────────────────────────────────────────────────
+
+    def _copied(
+        self,
+        job: MoverJob,
+        host: HostRows,
+        ids: Ints,
+        rows: Ints,
+        *,
+        has_sums: bool = True,
+    ) -> Generator[PendingCopy, None, Sums | None]:
+        """Copy between blocks and rows of the host, after the job's fence; the rows' sums."""
+        if not len(rows):
+            return None
+        is_inward = job.kind is JobKind.LOAD
+        moves = host.copies(job.group, ids, rows, is_inward=is_inward)
+        source, target = self._arena, host.tier.arena
+        here, there = moves.source, moves.destination
+        if is_inward:
+            source, target, here, there = target, source, there, here
+        sums: PendingSums | None = None
+        with self._order.after(job) as stream:
+            handle = copy(source, target, moves, stream=stream)
+            if self._checks is not None and has_sums:
+                sums = self._checks.begin(host.group(job.group), rows, here, there, moves.nbytes)
+        pending = PendingCopy(handle, sums)
+        yield pending
+        return pending.result()
+
+    def _store(self, part: JobPart) -> Story:
+        """Blocks to the host tier. Rows for which it has no room are not kept."""
+        host, job = self._host, part.job
+        assert host is not None
+        group = host.group(job.group)
+        keys = job.keys[part.positions]
+        reservation = host.tier.reserve(group, keys)
+        try:
+            blocks = _of(reservation.keys, keys, job.ids[part.positions])
+            sums = yield from self._copied(job, host, blocks, reservation.ids)
+            if self._checks is not None and sums is not None:
+                self._checks.note(reservation, sums)
+        except BaseException:
+            host.tier.abandon(reservation)
+            raise
+        host.tier.keep(reservation)
+        job.moved[part.positions] = host.tier.contains(group, keys)
+        if self._below is not None and keys:
+            self._begin_demotion(job, keys, job.links[part.positions])
+
+    def _begin_demotion(
+        self, job: MoverJob, keys: Sequence[bytes], links: Sequence[ChainLink]
+    ) -> None:
+        """Rows go on to the tier below, when nothing else is to do."""
+        try:
+            self._enqueue(MoverJob(JobKind.DEMOTE, job.group, keys, np.empty(0, np.int64), links))
+        except StoreError as error:  # the queue is full: a cache may forget
+            with self._lock:
+                is_first, self.dropped_rows = not self.dropped_rows, self.dropped_rows + len(keys)
+            if is_first:
+                log.warning("rows stay in host memory only, and are counted: %s", error)
+
+    def _demote(self, part: JobPart) -> Story:
+        """Rows of the host tier to the tier below."""
+        host, below, job = self._host, self._below, part.job
+        assert host is not None
+        assert below is not None
+        group = host.group(job.group)
+        keys, links = job.keys[part.positions], job.links[part.positions]
+        damaged: Sequence[bytes] = ()
+        with host.tier.held(group, keys) as (mask, rows):
+            if self._checks is not None:
+                held = chosen(keys, mask)
+                good = self._checks.unchanged(group, held, rows, host.runs(job.group))
+                damaged = chosen(held, ~good)
+                mask[mask], rows = good, rows[good]
+            views = host.tier.views(group, rows)
+            kept = stored_in(below, group, chosen(keys, mask), views, chosen(links, mask))
+        job.moved[part.positions][mask] = kept
+        if damaged:
+            log.warning("%d rows were damaged in host memory, and are forgotten", len(damaged))
+            host.tier.discard(group, damaged)
+        yield from ()
+
+    def _store_below(self, part: JobPart) -> Story:
+        """Blocks through the window to the tier below."""
+        below, job, window = self._below, part.job, self._window(JobKind.STORE)
+        assert below is not None
+        group = window.group(job.group)
+        with window.turn:
+            for lot in window.lots(job.group, range(*part.positions.indices(len(job.keys)))):
+                first = {job.keys[i]: i for i in reversed(lot)}
+                keys = list(dict.fromkeys(job.keys[i] for i in lot))
+                which = [first[key] for key in keys]
+                reservation = window.tier.reserve(group, keys)
+                try:
+                    ids = job.ids[which]
+                    yield from self._copied(job, window, ids, reservation.ids, has_sums=False)
+                    rows = window.tier.views(group, reservation.ids)
+                    links = [job.links[i] for i in which] if job.links else []
+                    kept = dict(zip(keys, stored_in(below, group, keys, rows, links), strict=True))
+                finally:
+                    window.tier.abandon(reservation)
+                job.moved[lot] = [kept[job.keys[i]] for i in lot]
+
+    def _load(self, part: JobPart) -> Story:
+        """Rows to blocks: those that the host has, then those that come from below."""
+        job = part.job
+        if self._host is not None:
+            yield from self._from_host(part)
+        while self._below is not None and (left := _missing(part)):
+            keys = [job.keys[i] for i in left]
+            present = chosen(keys, self._below.contains(self._rows.group(job.group), keys))
+            own, others = self._claim(job.group, present)
+            try:
+                lacking = [i for i in left if job.keys[i] in own]
+                if self._host is not None:
+                    lacking = yield from self._from_below(job, lacking, self._host)
+                    if lacking:  # somebody may have brought them meanwhile
+                        yield from self._from_host(part, is_counted=False)
+                        lacking = [i for i in lacking if not job.moved[i]]
+                yield from self._through_window(job, lacking)
+            finally:
+                self._unclaim(job.group, own)
+            if not others:
+                return
+            for other in others:
+                other.wait()
+            if self._host is not None:
+                yield from self._from_host(part, is_counted=False)
+
+    def _from_host(self, part: JobPart, *, is_counted: bool = True) -> Story:
+        """Rows that the host tier has to their blocks, unless they were damaged there."""
+        host, job = self._host, part.job
+        assert host is not None
+        group, left = host.group(job.group), _missing(part)
+        keys = [job.keys[i] for i in left]
+        with host.tier.held(group, keys) as (mask, rows):
+            there = chosen(left, mask)
+            sums = yield from self._copied(job, host, job.ids[there], rows)
+            good = np.ones(len(rows), bool)
+            if self._checks is not None and sums is not None:
+                good = self._checks.good(group, chosen(keys, mask), rows, sums)
+            job.moved[there] = good
+        damaged = chosen(chosen(keys, mask), ~good)
+        if damaged:
+            host.tier.discard(group, damaged)
+            job.num_damaged += len(damaged)
+        if is_counted:
+            host.tier.count_load(group, len(keys), int(good.sum()))
+
+    def _from_below(
+        self, job: MoverJob, which: Sequence[int], host: HostRows
+    ) -> Generator[PendingCopy, None, list[int]]:
+        """Rows from the tier below to the host and on to their blocks, by position in the job;
+        those for which the host has no room."""
+        assert self._below is not None
+        group = host.group(job.group)
+        reservation = host.tier.reserve(group, [job.keys[i] for i in which])
+        filled = np.zeros(len(reservation.ids), bool)
+        try:
+            if len(filled):
+                rows = host.tier.views(group, reservation.ids)
+                filled = self._below.load(group, reservation.keys, rows)
+            numbers = reservation.ids[filled].tolist()
+            row = dict(zip(chosen(reservation.keys, filled), numbers, strict=True))
+            at = [i for i in which if job.keys[i] in row]
+            ids, rows = job.ids[at], np.array([row[job.keys[i]] for i in at], np.int64)
+            yield from self._copied(job, host, ids, rows, has_sums=False)
+            job.moved[at] = True
+        finally:
+            if host is self._host:
+                if self._checks is not None:
+                    self._checks.forget(reservation)
+                host.tier.keep(reservation, filled)
+            else:
+                host.tier.abandon(reservation)
+        reserved = set(reservation.keys)
+        return [i for i in which if job.keys[i] not in reserved]
+
+    def _through_window(self, job: MoverJob, which: Sequence[int]) -> Story:
+        """Rows from the tier below to their blocks, which the host keeps none of."""
+        if which:
+            window = self._window(job.kind)
+            with window.turn:
+                for lot in window.lots(job.group, which):
+                    yield from self._from_below(job, lot, window)
+
+    def _window(self, kind: JobKind) -> HostWindow:
+        """The window for one direction, made when it is first needed."""
+        with self._lock:
+            if kind not in self._windows:
+                tier = self._host.tier if self._host is not None else self._below
+                if tier is None:
+                    raise StoreError("a mover needs a host tier, or a tier below")
+                self._windows[kind] = HostWindow(self._arena, tier.layout)
+            return self._windows[kind]
+
+    # ── each row fetched once ─────────────────────────────────────────────────────
+
+    def _claim(self, group: int, keys: Sequence[bytes]) -> tuple[set[bytes], list[Event]]:
+        """The keys whose rows nobody is bringing, which are the caller's to bring; and what to
+        wait for, for the others."""
+        arrived = Event()
+        with self._lock:
+            own = {key for key in keys if (group, key) not in self._fetches}
+            others = {self._fetches[group, key] for key in keys if key not in own}
+            self._fetches.update({(group, key): arrived for key in own})
+        return own, list(others)
+
+    def _unclaim(self, group: int, keys: set[bytes]) -> None:
+        with self._lock:
+            for arrived in {self._fetches.pop((group, key)) for key in keys}:
+                arrived.set()
+
+
+def _missing(part: JobPart) -> list[int]:
+    """Positions of the rows that have not arrived."""
+    return (part.positions.start + np.flatnonzero(~part.job.moved[part.positions])).tolist()
+
+
+def _of(some: Sequence[bytes], keys: Sequence[bytes], ids: Ints) -> Ints:
+    """The blocks of some of the keys."""
+    if len(some) == len(keys):  # all of them, in the same order
+        return ids
+    block = dict(zip(keys, ids.tolist(), strict=True))
+    return np.array([block[key] for key in some], np.int64)
+
+
+def _is_over(copying: PendingCopy) -> bool:
+    try:
+        return copying.over()
+    except CopyError:  # its story learns it, too
+        return True
+
+
+def _named(part: JobPart, cause: BaseException) -> StoreError:
+    """The error of a part, naming the blocks that it leaves undone."""
+    ids = part.job.ids[part.positions].tolist()
+    what = f"blocks {ids[:8]}{' …' if ids[8:] else ''}" if ids else f"{len(part.job.keys)} rows"
+    return StoreError(
+        f"{part.job.kind.name.lower()} of group {part.job.group}, {what}: {cause}",
+        blocks=tuple((part.job.group, block) for block in ids),
+    )
+
+
+def _check_identity(host: HostTier, below: Tier) -> None:
+    """Refuses a tier below that keeps rows of another computation."""
+    above, under = host.layout.identity, below.layout.identity
+    if above is not None and under is not None and (unlike := under.differences(above)):
+        raise StoreError(
+            f"tier {below.name!r} keeps rows of another computation than the host tier:\n"
+            + "\n".join(unlike)
+        )

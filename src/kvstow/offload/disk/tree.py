@@ -1,0 +1,363 @@
+"""The directory of a store: which file holds which row, what they take, and which go first.
+
+    DIR/rows-3fa9c1…/0/ab/ab12…ef     a row of group 0: fingerprint, group, first byte of its key
+    DIR/new/4711-x7k2/12              a file that process 4711 is writing; it gets its names last
+
+A row is there if its name is. A name appears and goes in one step, and a file stays as it is for
+whoever has it open, so nobody waits for anybody: there are no locks on rows, and no index. The time
+of a file is that of its last use. A clock that was set changes which rows go first, nothing else.
+"""
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from kvstow.offload.disk.files import Files
+from kvstow.offload.tier import Bools
+
+EVICTED_SHARE = 16
+"""Who needs room evicts until a 16th of the capacity is free, so that the tree is walked seldom."""
+
+BLOCK_NANOSECONDS = 100_000_000
+"""By so much a block of a sequence counts as older than the one before it: of what was used at the
+same time the ends go first, and what is left are prefixes."""
+
+LOOK_SHARE = 50
+"""Whoever asks for the usage pays for a walk only after 50 times as long as the last one took."""
+
+
+@dataclass(slots=True)
+class RowFile:
+    """A file in the tree: what it takes, when it was last used, and the names of its rows."""
+
+    nbytes: int
+    used: int
+    names: list[str] = field(default_factory=list[str])
+
+    @property
+    def group(self) -> int:
+        return int(Path(self.names[0]).parts[-3])
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [bytes.fromhex(os.path.basename(name)) for name in self.names]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Rows in the tree, and the bytes of their files."""
+
+    rows: int = 0
+    nbytes: int = 0
+
+
+class RowTree:
+    """Row files of one layout, among those of the whole directory. Call from any thread.
+
+    What they take is known from a walk through the tree, and from what this process did since.
+    """
+
+    def __init__(self, path: Path, fingerprint: str, files: Files, capacity: int) -> None:
+        self.path, self.capacity = path, capacity
+        self._root = f"{path}/rows-{fingerprint[:16]}"
+        self._files = files
+        self.writers = Writers(path, files)
+        self._lock = Lock()
+        self._tally = Tally()
+        self._walk_is_due = 0.0
+        self._under_way = 0
+        """Bytes that were reserved and have no names yet."""
+        self._allowance = 0
+        """Bytes that may still be reserved before somebody has to look what is there."""
+        self._num_writers = 0
+
+    def name(self, group: int, key: bytes) -> str:
+        """The name of the file that holds a row."""
+        text = key.hex()
+        return f"{self._root}/{group}/{text[:2]}/{text}"
+
+    def has(self, group: int, keys: Sequence[bytes]) -> Bools:
+        """Which rows are there."""
+        there = (os.access(self.name(group, key), os.F_OK) for key in keys)
+        return np.fromiter(there, bool, len(keys))
+
+    def directories(self, group: int) -> list[os.DirEntry[str]]:
+        """Where the rows of a group are."""
+        return list(_entries(f"{self._root}/{group}"))
+
+    def own_files(self) -> list[RowFile]:
+        """The files of this layout, those used longest ago first."""
+        return sorted(walk(self._root), key=lambda file: file.used)
+
+    # ── usage ─────────────────────────────────────────────────────────────────────
+
+    @property
+    def usage(self) -> Tally:
+        """Rows and bytes, as this process knows them; others' may be a moment old."""
+        with self._lock:
+            if time.monotonic() >= self._walk_is_due:
+                self._walked()
+            return Tally(self._tally.rows, self._tally.nbytes)
+
+    def _walked(self) -> list[RowFile]:
+        """All files there are, of this layout or another one."""
+        began = time.monotonic()
+        files = [file for root in _entries(str(self.path), "rows-") for file in walk(root.path)]
+        self._tally = Tally(sum(len(f.names) for f in files), sum(f.nbytes for f in files))
+        end = time.monotonic()
+        self._walk_is_due = end + LOOK_SHARE * (end - began)
+        return files
+
+    # ── coming ────────────────────────────────────────────────────────────────────
+
+    def reserve(self, nbytes: int) -> tuple[bool, int]:
+        """Whether so many bytes may be written, and how many rows had to go for them.
+
+        End it by `publish` or `give_back`. Raises OSError.
+        """
+        evicted = 0
+        with self._lock:
+            writers = self.writers.count()
+            if nbytes > self._allowance or writers != self._num_writers:
+                self._num_writers = writers
+                self.writers.sweep()
+                evicted = self._make_room(nbytes)
+            if nbytes > self._allowance:
+                return False, evicted
+            self._allowance -= nbytes
+            self._under_way += nbytes
+            return True, evicted
+
+    def give_back(self, nbytes: int) -> None:
+        """Reserved bytes were not written."""
+        with self._lock:
+            self._under_way -= nbytes
+            self._allowance += nbytes
+
+    def publish(self, file: str, group: int, keys: Sequence[bytes], nbytes: int) -> None:
+        """A file that is on the medium gets the names of its rows. Raises OSError, and then some
+        rows may have theirs."""
+        names = [self.name(group, key) for key in keys]
+        with self._lock:
+            for name in names[1:]:
+                with suppress(FileExistsError):  # somebody else has stored the same row
+                    _in_directory(lambda name=name: self._files.link(file, name), name)
+            _in_directory(lambda: self._files.rename(file, names[0]), names[0])
+            self._under_way -= nbytes
+            self._tally.rows += len(names)
+            self._tally.nbytes += nbytes
+
+    # ── going ─────────────────────────────────────────────────────────────────────
+
+    def evict(self, nbytes: int) -> int:
+        """Rows go, those used longest ago first, until so many bytes are free; how many."""
+        with self._lock:
+            return self._evicted(self._walked(), nbytes)
+
+    def prune(self, nbytes: int) -> int:
+        """Rows go until the rest takes at most so many bytes; how many."""
+        with self._lock:
+            files = self._walked()
+            return self._evicted(files, self._tally.nbytes - nbytes)
+
+    def remove(self, name: str) -> bool:
+        """Forget one row; whether it was there."""
+        try:
+            facts = os.lstat(name)
+            self._files.remove(name)
+        except (FileNotFoundError, IsADirectoryError):
+            return False
+        with self._lock:
+            self._count_gone(1, facts.st_size if facts.st_nlink == 1 else 0)
+        return True
+
+    def _make_room(self, nbytes: int) -> int:
+        """Learn what is there, and evict where it is too much; how many rows.
+
+        Somebody who writes alone may use all that is free. Several writers leave a 16th of the
+        capacity alone, and each uses no more than its part of that before it looks again.
+        """
+        files = self._walked()
+        share = self.capacity // EVICTED_SHARE
+        limit = self.capacity if self._num_writers <= 1 else self.capacity - share
+        lacking = self._tally.nbytes + self._under_way + nbytes - limit
+        evicted = self._evicted(files, lacking + share) if lacking > 0 else 0
+        free = limit - self._tally.nbytes - self._under_way
+        if self._num_writers > 1:
+            free = min(free, max(nbytes, share // self._num_writers))
+        self._allowance = max(0, free)
+        return evicted
+
+    def _evicted(self, files: list[RowFile], nbytes: int) -> int:
+        rows = freed = 0
+        for file in sorted(files, key=lambda file: file.used):
+            if freed >= nbytes:
+                break
+            for name in file.names:
+                with suppress(FileNotFoundError):  # another process was faster
+                    self._files.remove(name)
+                    rows += 1
+            freed += file.nbytes
+        self._count_gone(rows, freed)
+        return rows
+
+    def _count_gone(self, rows: int, nbytes: int) -> None:
+        self._tally.rows -= rows
+        self._tally.nbytes -= nbytes
+        self._allowance += nbytes
+
+
+class Writers:
+    """Folders in which processes write files that have no names in the tree yet.
+
+    Whoever writes holds a lock on its folder, which the system ends with the process; what is in
+    the folders of others that hold none is left over, and goes.
+    """
+
+    def __init__(self, path: Path, files: Files) -> None:
+        self._new, self._files = f"{path}/new", files
+        self._lock = Lock()
+        self._numbers = count()
+        self._folder = ""
+        self._fd = -1
+
+    def count(self) -> int:
+        """How many processes write, this one included. Raises OSError."""
+        self._enter()
+        return len(os.listdir(self._new))
+
+    def next_file(self) -> str:
+        """The name of a new file. Raises OSError."""
+        self._enter()
+        return f"{self._folder}/{next(self._numbers)}"
+
+    def _enter(self) -> None:
+        """Make the folder of this process, and lock it, unless it has one."""
+        with self._lock:
+            while not os.path.isdir(self._folder):
+                self._make_folder()
+
+    def _make_folder(self) -> None:
+        self.close()
+        with suppress(FileExistsError):
+            os.mkdir(self._new, 0o700)
+        folder = tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._new)
+        with suppress(FileNotFoundError):
+            fd = _opened(folder)
+            if _is_locked_now(fd) and os.fstat(fd).st_nlink:
+                self._folder, self._fd = folder, fd
+            else:  # somebody took it for left over
+                os.close(fd)
+
+    def sweep(self) -> None:
+        """Remove what dead processes were writing."""
+        for folder in _entries(self._new):
+            with suppress(OSError):
+                if folder.path != self._folder and not is_alive(folder.path, self._swept):
+                    os.rmdir(folder.path)
+
+    def _swept(self, folder: str) -> None:
+        for file in _entries(folder):
+            self._files.remove(file.path)
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        if self._fd >= 0:
+            with suppress(OSError):
+                os.rmdir(self._folder)
+            os.close(self._fd)
+            self._folder, self._fd = "", -1
+
+
+def is_alive(folder: str, otherwise: Callable[[str], None] = lambda folder: None) -> bool:
+    """Whether the process that writes in a folder lives; `otherwise` is done while nobody can
+    begin to. Raises OSError."""
+    fd = _opened(folder)
+    try:
+        if not _is_locked_now(fd):
+            return True
+        otherwise(folder)
+        return False
+    finally:
+        os.close(fd)
+
+
+def _is_locked_now(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _opened(folder: str) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _in_directory(work: Callable[[], None], name: str) -> None:
+    """Make a name, and the directories that it needs."""
+    try:
+        work()
+    except FileNotFoundError:
+        _make_directory(os.path.dirname(name))
+        work()
+
+
+def _make_directory(path: str) -> None:
+    """A directory for us alone, and those above it."""
+    with suppress(FileExistsError):
+        try:
+            os.mkdir(path, 0o700)
+        except FileNotFoundError:
+            _make_directory(os.path.dirname(path))
+            os.mkdir(path, 0o700)
+
+
+def walk(root: str) -> list[RowFile]:
+    """All row files below a directory. What goes meanwhile may be missing."""
+    files: dict[int, RowFile] = {}
+    for group in _entries(root):
+        for directory in _entries(group.path) if group.name.isdecimal() else ():
+            for entry in _entries(directory.path):
+                if not _is_key(entry.name):
+                    continue
+                file = files.get(entry.inode())
+                if file is None:
+                    try:
+                        facts = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    file = files[entry.inode()] = RowFile(facts.st_size, facts.st_mtime_ns)
+                file.names.append(entry.path)
+    return list(files.values())
+
+
+def keys_in(directory: str) -> list[bytes]:
+    """The keys of the rows in one directory of a group."""
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [bytes.fromhex(name) for name in names if _is_key(name)]
+
+
+def _is_key(name: str) -> bool:
+    return len(name) % 2 == 0 and not name.strip("0123456789abcdef")
+
+
+def _entries(directory: str, prefix: str = "") -> Iterator[os.DirEntry[str]]:
+    """What is in a directory; nothing where there is none."""
+    try:
+        with os.scandir(directory) as entries:
+            yield from [entry for entry in entries if entry.name.startswith(prefix)]
+    except (FileNotFoundError, NotADirectoryError):
+        return

@@ -1,0 +1,500 @@
+"""What `kvstow size` answers: a report per question, as JSON and as text.
+
+FitReport      how many requests fit on GPUs
+MemoryReport   how much memory a load needs
+ClusterReport  the fewest GPUs for a load
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from textwrap import fill
+from typing import Any
+
+from kvstow.plan.models.catalogue import published, source_of
+from kvstow.plan.models.config import Config
+from kvstow.plan.models.serving import element
+from kvstow.plan.models.weights import Weights
+from kvstow.plan.sizing.cluster import (
+    PP,
+    TP,
+    Gpu,
+    Sizing,
+    StageNeed,
+    StageSize,
+    clusters,
+    needed,
+    sized,
+)
+from kvstow.plan.sizing.engine import VLLM, Engine, Range
+from kvstow.plan.sizing.plan import Deployment
+from kvstow.plan.view import ceil_div
+from kvstow.plan.words import counted, human, table
+
+SHOWN = 8
+"""Clusters that are listed as text; JSON has all."""
+
+LATENT = "kv_lora_rank"
+"""The configuration key of models that are usually served with data-parallel attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeQuestion:
+    """A model with its weights, requests of so many tokens, and what serves them."""
+
+    deployment: Deployment
+    weights: Weights
+    tokens: int
+    requests: int | None = None
+    gpu: Gpu | None = None
+    engine: Engine = VLLM
+    kv_dtypes: tuple[str | None, ...] = (None,)
+    dp: int | None = None
+    tps: tuple[int, ...] = TP
+    pps: tuple[int, ...] = PP
+
+    @cached_property
+    def config(self) -> Config:
+        return self.deployment.facts()
+
+    @property
+    def loaded_bytes(self) -> int:
+        """All weights, as the engine keeps them."""
+        return self.engine.loaded(self.config, self.weights.nbytes)
+
+    def overhead(self, tp: int) -> dict[str, Range]:
+        """What the engine takes beside weights and cache, by term."""
+        assert self.gpu is not None
+        return self.engine.overhead(
+            self.config, tp=tp, gpu=self.gpu.name, gpu_bytes=self.gpu.nbytes
+        )
+
+    def usable(self, tp: int) -> Range:
+        """What is left to weights and cache: at least, and at most."""
+        assert self.gpu is not None
+        share, terms = self.engine.share(self.gpu.nbytes), self.overhead(tp).values()
+        return share - sum(high for _, high in terms), share - sum(low for low, _ in terms)
+
+    def clusters(self) -> tuple[Sizing, ...]:
+        """The splits that carry the load for certain, fewest GPUs first."""
+        found = clusters(
+            self.deployment,
+            usable=lambda tp: self.usable(tp)[0],
+            weights=self.loaded_bytes,
+            tokens=self.tokens,
+            requests=self.requests or 1,
+            kv_dtypes=self.kv_dtypes,
+            tps=self.tps,
+            pps=self.pps,
+        )
+        return tuple(each for each in found if self.dp is None or each.dp <= self.dp)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed, and what the answer leaves out."""
+        notes = self.deployment.on_rank(0).model.notes
+        context = published(self.config.name).get("context")
+        if context is not None and self.tokens > context:
+            notes += (
+                f"{self.config.name} is published for {context:,} tokens at most; counted with "
+                f"{self.tokens:,}",
+            )
+        if LATENT in self.config and self.gpu is not None:
+            notes += (
+                "latents are whole on every tensor-parallel rank; data-parallel attention with "
+                "expert parallelism, the usual way to serve such a model, is not counted here",
+            )
+        return notes
+
+    def as_json(self) -> dict[str, Any]:
+        gpu, engine = self.gpu, self.engine
+        return {
+            "model": self.config.name,
+            "tokens": self.tokens,
+            "requests": self.requests,
+            "gpu": None if gpu is None else {"name": gpu.name, "bytes": gpu.nbytes},
+            "engine": engine.name,
+            "utilization": engine.utilization,
+            "weights": {
+                "bytes": self.weights.nbytes,
+                "loaded_bytes": self.loaded_bytes,
+                "how": self.weights.how,
+            },
+            "notes": list(self.notes),
+        }
+
+    def load(self, requests: int) -> str:
+        return f"{counted(requests, 'request')} of {self.tokens:,} tokens"
+
+    def gpus(self, sizing: Sizing) -> str:
+        """`8 × h100 (tp 4, dp 2, bfloat16 cache)`."""
+        assert self.gpu is not None
+        split = sizing.deployment
+        sizes = [("tp", split.tp), ("pp", split.pp), ("dp", sizing.dp)]
+        parts = [f"{name} {number}" for name, number in sizes if number > 1 or name == "tp"]
+        return (
+            f"{sizing.num_gpus:,} × {self.gpu.name} "
+            f"({', '.join((*parts, f'{sizing.kv_dtype} cache'))})"
+        )
+
+    def basis(self) -> str:
+        """What the answer rests on."""
+        text = (
+            f"weights: {human(self.weights.nbytes)}, {self.weights.how}, in equal parts for "
+            "layers and ranks: an estimate."
+        )
+        if self.loaded_bytes > self.weights.nbytes:
+            text += f" Padded for the kernels, they take {human(self.loaded_bytes)}."
+        return "\n".join(map(_wrapped, (text, *(f"note: {each}" for each in self.notes))))
+
+    def command(self, sizing: Sizing) -> str:
+        """The vLLM command that serves it so."""
+        split, engine = sizing.deployment, self.engine
+        options: dict[str, object] = {
+            "tensor-parallel-size": split.tp if split.tp > 1 else None,
+            "pipeline-parallel-size": split.pp if split.pp > 1 else None,
+            "data-parallel-size": sizing.dp if sizing.dp > 1 else None,
+            "max-model-len": self.tokens,
+            "gpu-memory-utilization": engine.utilization,
+            "kv-cache-dtype": split.kv_dtype and _vllm_dtype(split.kv_dtype),
+            "block-size": split.block_tokens,
+            "max-num-batched-tokens": engine.max_batched_tokens,
+            "max-num-seqs": engine.max_num_seqs,
+        }
+        words = [f"--{name} {value}" for name, value in options.items() if value is not None]
+        return " \\\n    ".join((f"vllm serve {self._repository()}", *words))
+
+    def _repository(self) -> str:
+        """Where the model is: its own path, or the repository that the catalogue names."""
+        model = self.deployment.model
+        named = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", source_of(self.config.name))
+        return named[1] if named else str(model if isinstance(model, str) else self.config.name)
+
+
+# ── how many fit ──────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitReport:
+    """How many requests fit on GPUs: for certain, and at most."""
+
+    question: SizeQuestion
+    low: Sizing
+    high: Sizing
+
+    @staticmethod
+    def of(question: SizeQuestion) -> "FitReport":
+        low, high = (
+            sized(
+                question.deployment,
+                usable=usable,
+                weights=question.loaded_bytes,
+                tokens=question.tokens,
+                dp=question.dp or 1,
+            )
+            for usable in question.usable(question.deployment.tp)
+        )
+        return FitReport(question=question, low=low, high=high)
+
+    @property
+    def fits(self) -> bool:
+        return self.low.max_requests > 0
+
+    @property
+    def kv_tokens(self) -> Range:
+        """Tokens in the cache, as vLLM's log says it."""
+        low, high = self.low.concurrency, self.high.concurrency
+        return int(low * self.question.tokens), int(high * self.question.tokens)
+
+    @property
+    def answer(self) -> str:
+        question, low, high = self.question, self.low, self.high
+        gpus = question.gpus(low)
+        if not self.fits:
+            return self._why_not()
+        limit = f"; rank {low.limiting.rank} is the limit" if low.deployment.pp > 1 else ""
+        most = "" if high.max_requests == low.max_requests else f", at most {high.max_requests:,},"
+        verb = "fits" if low.max_requests == 1 and not most else "fit"
+        return f"{question.load(low.max_requests)}{most} {verb} at once on {gpus}{limit}."
+
+    def _why_not(self) -> str:
+        question, low, high = self.question, self.low, self.high
+        limiting = low.limiting
+        cache, most = limiting.cache_bytes, high.limiting.cache_bytes
+        why = f"{human(limiting.weights_bytes)} of weights leave "
+        if cache > 0:
+            why += f"{human(cache)} for the cache"
+        else:
+            why += "nothing for the cache" if most <= 0 else f"at most {human(most)} for the cache"
+        others = replace(question, requests=1, dp=None).clusters()
+        hint = f" {question.gpus(others[0])} would do." if others else ""
+        return (
+            f"not one request of {question.tokens:,} tokens fits for certain on "
+            f"{question.gpus(low)}: on rank {limiting.rank} {why}.{hint}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        low, high = self.low, self.high
+        tp = low.deployment.tp
+        return {
+            "question": "fit",
+            "answer": self.answer,
+            "fits": self.fits,
+            **self.question.as_json(),
+            **_split(low),
+            "max_requests_at_most": high.max_requests,
+            "concurrency": [round(low.concurrency, 2), round(high.concurrency, 2)],
+            "kv_tokens": list(self.kv_tokens),
+            "cache_bytes": [low.limiting.cache_bytes, high.limiting.cache_bytes],
+            "overhead": {name: list(each) for name, each in self.question.overhead(tp).items()},
+            "head_copies": low.head_copies,
+            "ranks": _ranks(low.stages, tp),
+            "command": self.question.command(low),
+        }
+
+    def __str__(self) -> str:
+        question, low, high = self.question, self.low, self.high
+        parts = [_wrapped(self.answer)]
+        if self.fits:
+            tokens, (few, many) = self.kv_tokens, (low.concurrency, high.concurrency)
+            parts.append(
+                f"KV cache: {_span(f'{tokens[0]:,}', f'{tokens[1]:,}')} tokens\n"
+                f"concurrency for {question.tokens:,} tokens per request: "
+                f"{_span(f'{few:.2f}x', f'{many:.2f}x')}"
+            )
+        parts += [_stage_table(low.stages, low.deployment.tp), self._terms(), *_repeated(low)]
+        return "\n\n".join((*parts, question.basis(), question.command(low)))
+
+    def _terms(self) -> str:
+        """Where the memory of one GPU goes, on the fullest rank."""
+        question = self.question
+        assert question.gpu is not None
+        share = question.engine.share(question.gpu.nbytes)
+        low, high = self.low.limiting, self.high.limiting
+        percent = f"{question.engine.utilization:.0%} of what {question.engine.name} sees"
+        if question.engine.name == "none":
+            percent = f"{question.engine.utilization:.0%} of it"
+        rows = [
+            ("one GPU", human(question.gpu.nbytes), ""),
+            (percent, human(share), ""),
+            ("weights", human(low.weights_bytes), ""),
+            *(
+                (name, human(each[0]), human(each[1]))
+                for name, each in question.overhead(self.low.deployment.tp).items()
+            ),
+            ("cache", _size(low.cache_bytes), _size(high.cache_bytes)),
+        ]
+        return table(("where it goes", "at least", "at most"), rows)
+
+
+def _size(nbytes: int) -> str:
+    return human(nbytes) if nbytes >= 0 else f"-{human(-nbytes)}"
+
+
+def _span(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
+# ── what a load needs ─────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """How much memory a load needs on every rank."""
+
+    question: SizeQuestion
+    stages: tuple[StageNeed, ...]
+    fits: bool = True
+
+    @staticmethod
+    def of(question: SizeQuestion) -> "MemoryReport":
+        stages = needed(
+            question.deployment,
+            weights=question.loaded_bytes,
+            tokens=question.tokens,
+            requests=ceil_div(question.requests or 1, question.dp or 1),
+        )
+        return MemoryReport(question=question, stages=stages)
+
+    @property
+    def fullest(self) -> StageNeed:
+        return max(self.stages, key=lambda stage: stage.weights_bytes + stage.cache_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.fullest.weights_bytes + self.fullest.cache_bytes
+
+    @property
+    def answer(self) -> str:
+        question, most = self.question, self.fullest
+        requests, gpus = question.requests or 1, question.deployment.num_ranks * (question.dp or 1)
+        return (
+            f"{question.load(requests)} at once {'needs' if requests == 1 else 'need'} "
+            f"{human(self.nbytes)} {f'on each of {gpus} GPUs' if gpus > 1 else 'on one GPU'}: "
+            f"{human(most.cache_bytes)} of cache and {human(most.weights_bytes)} of weights, "
+            "beside what the engine takes; --gpu NAME counts that too."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        question, split = self.question, self.question.deployment
+        return {
+            "question": "memory",
+            "answer": self.answer,
+            "fits": self.fits,
+            **question.as_json(),
+            "requests": question.requests or 1,
+            "tp": split.tp,
+            "pp": split.pp,
+            "dp": question.dp or 1,
+            "bytes_per_gpu": self.nbytes,
+            "limiting_rank": self.fullest.rank,
+            "ranks": _ranks(self.stages, split.tp),
+        }
+
+    def __str__(self) -> str:
+        stages = _stage_table(self.stages, self.question.deployment.tp)
+        return "\n\n".join((_wrapped(self.answer), stages, self.question.basis()))
+
+
+# ── the smallest cluster ──────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterReport:
+    """The splits that carry a load, fewest GPUs first."""
+
+    question: SizeQuestion
+    clusters: tuple[Sizing, ...]
+
+    @staticmethod
+    def of(question: SizeQuestion) -> "ClusterReport":
+        return ClusterReport(question=question, clusters=question.clusters())
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.clusters)
+
+    @property
+    def answer(self) -> str:
+        question = self.question
+        load = question.load(question.requests or 1)
+        if not self.clusters:
+            assert question.gpu is not None
+            return f"no split that was tried has room on {question.gpu.name} for {load}."
+        best = self.clusters[0]
+        return (
+            f"{question.gpus(best)} {'is' if best.num_gpus == 1 else 'are'} the fewest for {load} "
+            f"at once; {best.max_requests:,} would fit."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        document = {
+            "question": "cluster",
+            "answer": self.answer,
+            "fits": self.fits,
+            **self.question.as_json(),
+            "clusters": [_split(each) for each in self.clusters],
+        }
+        if not self.clusters:
+            return document
+        best = self.clusters[0]
+        return document | {
+            **_split(best),
+            "head_copies": best.head_copies,
+            "ranks": _ranks(best.stages, best.deployment.tp),
+            "command": self.question.command(best),
+        }
+
+    def __str__(self) -> str:
+        question = self.question
+        if not self.clusters:
+            return "\n\n".join((_wrapped(self.answer), question.basis()))
+        best = self.clusters[0]
+        parts = (_wrapped(self.answer), self._table(), *_repeated(best))
+        return "\n\n".join((*parts, question.basis(), question.command(best)))
+
+    def _table(self) -> str:
+        columns = ("kv dtype", "GPUs", "tp", "pp", "dp", "weights", "cache", "requests")
+        rows = [
+            (
+                each.kv_dtype,
+                f"{each.num_gpus:,}",
+                str(each.deployment.tp),
+                str(each.deployment.pp),
+                str(each.dp),
+                human(each.limiting.weights_bytes),
+                human(each.limiting.cache_bytes),
+                f"{each.max_requests:,}",
+            )
+            for each in self.clusters[:SHOWN]
+        ]
+        return table(columns, rows)
+
+
+SizeReport = FitReport | MemoryReport | ClusterReport
+
+
+def size_report(question: SizeQuestion) -> SizeReport:
+    """The answer: what fits on a GPU, what requests need, or the fewest GPUs for them."""
+    if question.gpu is None:
+        return MemoryReport.of(question)
+    if question.requests is None:
+        return FitReport.of(question)
+    return ClusterReport.of(question)
+
+
+def _vllm_dtype(kv_dtype: str) -> str:
+    """The cache dtype as vLLM spells it."""
+    dtype = element(kv_dtype)
+    return kv_dtype if dtype is None or dtype.bits == 8 else dtype.value
+
+
+# ── parts of reports ──────────────────────────────────────────────────────────────────
+
+
+def _split(sizing: Sizing) -> dict[str, Any]:
+    return {
+        "gpus": sizing.num_gpus,
+        "tp": sizing.deployment.tp,
+        "pp": sizing.deployment.pp,
+        "dp": sizing.dp,
+        "kv_dtype": sizing.kv_dtype,
+        "max_requests": sizing.max_requests,
+        "limiting_rank": sizing.limiting.rank,
+    }
+
+
+def _ranks(stages: Sequence[StageNeed], tp: int) -> list[dict[str, Any]]:
+    """Every rank's part; tensor-parallel ranks of a stage hold equally much."""
+    return [asdict(stage) | {"rank": stage.rank + i} for stage in stages for i in range(tp)]
+
+
+def _stage_table(stages: Sequence[StageNeed], tp: int) -> str:
+    """One line per stage, and a mark on those that limit how many requests fit."""
+    counts = [stage.requests for stage in stages if isinstance(stage, StageSize)]
+    rows: list[list[str]] = []
+    for stage in stages:
+        ranks = str(stage.rank) if tp == 1 else f"{stage.rank}–{stage.rank + tp - 1}"
+        sizes = (stage.weights_bytes, stage.cache_bytes, stage.request_bytes)
+        rows.append([ranks, f"{stage.layers:,}", *(human(n) if n > 0 else "–" for n in sizes)])
+    for row, count in zip(rows, counts, strict=False):
+        row.append(f"{count:,}" + (" ←" if len(rows) > 1 and count == min(counts) else ""))
+    columns = ["ranks", "layers", "weights", "cache", "one request"]
+    return table([*columns, "requests"] if counts else columns, rows)
+
+
+def _repeated(sizing: Sizing) -> list[str]:
+    if sizing.head_copies == 1:
+        return []
+    return [
+        _wrapped(
+            f"Every kv head is on {sizing.head_copies} of the {sizing.deployment.tp} "
+            "tensor-parallel ranks: there are fewer heads than ranks. More tp than heads makes "
+            "room for the cache only by holding less of the weights."
+        )
+    ]
+
+
+def _wrapped(text: str) -> str:
+    return fill(text, 80)

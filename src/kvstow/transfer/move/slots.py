@@ -1,0 +1,215 @@
+"""Slots: many pieces travel as few long ones.
+
+    producer   rows ──copy──▶ slot ═══ read whole ═══▶ slot ──copy──▶ rows   consumer
+
+For unequal layouts over a network, and for devices without a direct path: slots lie in host memory.
+Both sides cut the same copies into the same pieces of slots, so only numbers travel. A producer
+says that it is done when it has heard that the last slot was fetched: a consumer that hears this
+knows that no slot was reused while it was reading. Nothing but a copy of its own ever writes to the
+consumer's rows.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstow.errors import CopyError, TransferError
+from kvstow.memory.arena import Arena
+from kvstow.memory.copy import CopyHandle, copy
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import Layout
+from kvstow.plan.pack import separate
+from kvstow.plan.retention import Full
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies, ascending, cut
+from kvstow.route.route import Route
+from kvstow.transfer.channel.messages import AnyMessage, Card, Fetched, Staged, Written
+from kvstow.transfer.loop import NOW_AND_THEN, SOON, Mailbox, Routine, together
+from kvstow.transfer.move.copies import moved
+from kvstow.transfer.transport.base import Kinds
+
+if TYPE_CHECKING:
+    from kvstow.transfer.peers.endpoint import Endpoint
+    from kvstow.transfer.peers.flight import Flight
+    from kvstow.transfer.source import Source
+
+SLOTS = 4
+PIECES_AT_ONCE = 2
+"""Pieces that a consumer works on at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Copies between two arenas that fit a slot: those of copy `i` lie at `at[i]` in it."""
+
+    copies: Copies
+    at: Ints
+
+    def into_slot(self, slot: int) -> Copies:
+        """From the source's rows to a slot at this place."""
+        return Copies(self.copies.source, slot + self.at, self.copies.nbytes)
+
+    def out_of_slot(self, slot: int) -> Copies:
+        """From a slot at this place to the destination's rows."""
+        return Copies(slot + self.at, self.copies.destination, self.copies.nbytes)
+
+
+def pieces(
+    route: Route,
+    source: Mapping[int, Blocks],
+    into: Mapping[int, Blocks],
+    tokens: tuple[int, int],
+    slot_bytes: int,
+) -> list[Piece]:
+    """The copies of a request, in order of destination, in pieces that fit a slot."""
+    copies = route.copies(source, into, tokens[1], start_token=tokens[0])
+    copies = cut(ascending(copies), slot_bytes)
+    ends = copies.nbytes.cumsum()
+    found: list[Piece] = []
+    first = 0
+    while first < len(copies):
+        before = int(ends[first] - copies.nbytes[first])
+        end = int(np.searchsorted(ends, before + slot_bytes, side="right"))
+        part = copies.part(first, end)
+        found.append(Piece(part, ends[first:end] - part.nbytes - before))
+        first = end
+    return found
+
+
+class Stage:
+    """Slots in host memory, pinned where there is a device."""
+
+    def __init__(self, slot_bytes: int, *, pinned: bool = False) -> None:
+        self.slot_bytes = slot_bytes
+        self.arena = Arena(_flat(SLOTS * slot_bytes), pinned=pinned)
+        self._free = deque(range(SLOTS))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, *, leave: int = 0) -> Routine[int]:
+        """Wait for a free slot, and for so many more; its offset."""
+        while len(self._free) <= leave:
+            yield NOW_AND_THEN
+        return self._free.popleft() * self.slot_bytes
+
+    def give(self, offset: int) -> None:
+        """Nobody reads or writes this slot any more."""
+        self._free.append(offset // self.slot_bytes)
+
+
+@lru_cache(maxsize=8)
+def _flat(nbytes: int) -> Layout:
+    """Just bytes: what an arena needs to be allocated."""
+    page = LayerSpec(
+        name="stage",
+        retention=Full(),
+        block_tokens=1,
+        states=1,
+        heads=Extent.whole("head", 1),
+        fields=(Field("bytes", DType.UINT8, (Extent.whole("content", nbytes // 2),)),),
+    )
+    return separate(grouped([page]), num_slabs=2)
+
+
+def copied(source: Arena, destination: Arena, copies: Copies) -> Routine[None]:
+    """Copy inside this machine; TransferError if that fails. Leaves nothing under way."""
+    running: CopyHandle | None = None
+    try:
+        running = copy(source, destination, copies)
+        while not running.poll():
+            yield SOON
+        running = None
+    except CopyError as error:
+        raise TransferError(f"slots: {error}", kind="transport") from error
+    finally:
+        if running is not None:
+            with suppress(CopyError):
+                running.wait()
+
+
+# ── the producer ──────────────────────────────────────────────────────────────────────
+
+
+def stage_pieces(
+    endpoint: "Endpoint",
+    parts: list[Piece],
+    mailbox: Mailbox,
+    send: Callable[[AnyMessage], None],
+    transfer: int,
+) -> Routine[None]:
+    """Put piece after piece into slots, each kept until it was fetched."""
+    fetched: set[int] = set()
+    stage = endpoint.stage
+
+    def stage_one(number: int, piece: Piece) -> Routine[None]:
+        slot = yield from stage.take(leave=1)  # for what we fetch: peers may wait for that
+        try:
+            yield from copied(endpoint.arena, stage.arena, piece.into_slot(slot))
+            send(Staged(transfer, number, slot))
+            while number not in fetched:
+                while mailbox.has(Fetched):
+                    fetched.add(mailbox.take(Fetched).piece)
+                if number not in fetched:
+                    yield NOW_AND_THEN
+        finally:
+            stage.give(slot)
+
+    yield from together(*(stage_one(*each) for each in enumerate(parts)), at_once=SLOTS)
+
+
+# ── the consumer ──────────────────────────────────────────────────────────────────────
+
+
+def fetch_pieces(endpoint: "Endpoint", source: "Source", parts: list[Piece]) -> Routine[None]:
+    """Fetch every piece, in the order in which the producer stages them."""
+    one = (_fetch_one(endpoint, source, parts) for _ in parts)
+    yield from together(*one, at_once=PIECES_AT_ONCE)
+    yield from source.mailbox.wait(Written)
+
+
+def _fetch_one(endpoint: "Endpoint", source: "Source", parts: list[Piece]) -> Routine[None]:
+    """Fetch the next piece that is staged; our slot is free when it is quiet."""
+    staged = yield from source.mailbox.wait(Staged)
+    there = _checked(source.card, staged, parts)
+    piece, stage, engine = parts[staged.piece], endpoint.stage, source.card.engine
+    slot = yield from stage.take()
+    flights: list[Flight] = []
+    try:
+        whole = Copies.one(there, stage.arena.address + slot, piece.copies.total)
+        yield from moved(endpoint, "read", engine, Kinds(), whole, flights=flights)
+        yield from copied(stage.arena, endpoint.arena, piece.out_of_slot(slot))
+    finally:
+        source.flights.extend(flights)
+        when_quiet(flights, lambda: stage.give(slot))
+    source.send(Fetched(source.id, staged.piece))
+
+
+def _checked(card: Card, staged: Staged, parts: list[Piece]) -> int:
+    """The address at which the producer has staged a piece."""
+    if not 0 <= staged.piece < len(parts):
+        raise _wrong(card, f"piece {staged.piece} is not one of {len(parts)}")
+    if not 0 <= staged.slot <= card.stage.nbytes - parts[staged.piece].copies.total:
+        raise _wrong(card, f"slot {staged.slot} is not inside {card.stage.nbytes} bytes")
+    return card.stage.address + staged.slot
+
+
+def _wrong(card: Card, what: str) -> TransferError:
+    return TransferError(f"peer {card.agent!r}: {what}", kind="transport", peer=card.agent)
+
+
+def when_quiet(flights: "list[Flight]", then: Callable[[], None]) -> None:
+    """Call `then` once, when the last of the flights is quiet."""
+    left = [flight for flight in flights if not flight.is_quiet]
+    if left:
+        left[0].after(lambda: when_quiet(left, then))
+    else:
+        then()

@@ -1,0 +1,226 @@
+"""Generations: one counter per block, raised before the block's bytes change owner.
+
+The counters lie in memory that peers can read. A consumer that finds a counter unchanged
+after its last byte has arrived knows that nobody had begun to reuse the block (a seqlock).
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvstow.errors import BlockError, KvstowError, TransferError, WrongThread
+from kvstow.plan.layout import Layout
+from kvstow.plan.retention import Bools
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
+
+log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """Whoever hands out block ids: `kvstow.blocks.Pool`, or `Generations` for an engine.
+
+    An agent calls these in the thread of whoever calls the agent; after `lend`, in its own too.
+    """
+
+    @property
+    def generations(self) -> Sequence[Ints]:
+        """Per group, one counter per block."""
+        ...
+
+    def place_generations(self, tables: Sequence[Ints]) -> None:
+        """Keep the counters in this memory from now on, which is all 0: for the first agent."""
+        ...
+
+    def share(self, group: int, ids: Ints) -> None:
+        """Keep these blocks from being reused, whoever else lets go of them."""
+        ...
+
+    def release(self, group: int, ids: Ints) -> None:
+        """Undo one `share`."""
+        ...
+
+    def distrust(self, group: int, ids: Ints) -> None:
+        """Somebody writes to these blocks: what they hold is `unknown` until `trust`."""
+        ...
+
+    def trust(self, group: int, ids: Ints, whole: Bools | None = None) -> None:
+        """These blocks hold what their request needs; those that are `whole`, all of them if not
+        given, lack nothing."""
+        ...
+
+    def unknown(self, group: int, ids: Ints) -> Bools:
+        """Whether each block holds nothing that anybody may use."""
+        ...
+
+    def quarantine(self, group: int, ids: Ints) -> None:
+        """Keep these blocks from being reused: somebody may still write to them."""
+        ...
+
+    def unquarantine(self, group: int, ids: Ints) -> None:
+        """Nobody writes to them any more."""
+        ...
+
+
+class OwnerQueue:
+    """Calls to an owner that wait for its thread.
+
+    `defer` is for any thread, everything else for the owner's. Where any thread may call the
+    owner, what was deferred is still done in order: by one of them at a time.
+    """
+
+    def __init__(self, owner: Owner, on_error: Callable[[Exception], None]) -> None:
+        self._owner = owner
+        self._on_error = on_error
+        self._deferred: deque[tuple[Callable[[], None], Callable[[Exception], None]]] = deque()
+        self._settling = threading.RLock()
+        self._thread = threading.get_ident()
+        self._writing = [np.zeros(len(table), np.bool_) for table in owner.generations]
+
+    def defer(
+        self, call: Callable[[], None], on_error: Callable[[Exception], None] | None = None
+    ) -> None:
+        """Have something done when the owner's thread next settles. What it raises ends nothing
+        else: it is passed to `on_error`."""
+        self._deferred.append((call, on_error or self._on_error))
+
+    def settle(self) -> None:
+        """Do what was deferred, unless another thread is at it. The calling thread is the owner's
+        from now on."""
+        if not self._settling.acquire(blocking=False):
+            return
+        try:
+            while self._deferred:
+                call, on_error = self._deferred.popleft()
+                try:
+                    call()
+                except WrongThread:  # it stays deferred
+                    self._deferred.appendleft((call, on_error))
+                    raise
+                except Exception as error:
+                    log.exception("settling")
+                    on_error(error)
+            self._thread = threading.get_ident()
+        finally:
+            self._settling.release()
+
+    def settle_if_ours(self) -> None:
+        """Do what is owed, if the calling thread is the one that settled last."""
+        if threading.get_ident() == self._thread:
+            self.settle()
+
+    def share(self, blocks: Mapping[int, Blocks]) -> None:
+        """All blocks, or none and the owner's error."""
+        shared: list[int] = []
+        try:
+            for g, listed in blocks.items():
+                self._owner.share(g, listed.ids)
+                shared.append(g)
+        except KvstowError:
+            self.release({g: blocks[g] for g in shared})
+            raise
+
+    def release(self, blocks: Mapping[int, Blocks]) -> None:
+        """Undo one `share`."""
+        for g, listed in blocks.items():
+            self._owner.release(g, listed.ids)
+
+    def begin_writing(self, ids: Mapping[int, Ints]) -> None:
+        """A pull writes to these blocks until `end_writing`. TransferError where one does already,
+        or has failed and is not quiet."""
+        for g, each in ids.items():
+            busy = each[self._writing[g][each]]
+            if len(busy):
+                raise TransferError(
+                    f"group {g}: an earlier pull may still write to {len(busy)} of {len(each)} "
+                    f"blocks, {busy[:8].tolist()} among them\n\n"
+                    "hint: pull into other blocks, or after transfer.wait_quiet()",
+                    kind="refused",
+                )
+        for g, each in ids.items():
+            self._writing[g][each] = True
+
+    def end_writing(self, ids: Mapping[int, Ints]) -> None:
+        """Nothing writes to these blocks any more."""
+        for g, each in ids.items():
+            self._writing[g][each] = False
+
+    def distrust(self, ids: Mapping[int, Ints]) -> dict[int, Ints]:
+        """Somebody writes to these blocks; those that held something known."""
+        known = {g: each[~self._owner.unknown(g, each)] for g, each in ids.items()}
+        for g, each in ids.items():
+            self._owner.distrust(g, each)
+        return known
+
+    def trust(self, ids: Mapping[int, Ints]) -> None:
+        """Nobody has written to these blocks; whether they lacked something is not known."""
+        for g, each in ids.items():
+            self._owner.trust(g, each, np.zeros(len(each), np.bool_))
+
+
+class Generations:
+    """Counters for an engine that keeps its own block ids.
+
+    The engine calls `retire` when it takes blocks back, before it reuses them. A block
+    that an agent has shared is retired by itself when the agent lets go of it: from then on
+    the engine alone knows whether a pull has filled it or has failed.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        counts = [layout.num_blocks(g) for g in range(len(layout.groups))]
+        ends = np.cumsum(counts)[:-1]
+        self._tables: tuple[Ints, ...] = tuple(np.split(np.zeros(sum(counts), np.int64), ends))
+        self._holds: tuple[Ints, ...] = tuple(np.zeros(count, np.int64) for count in counts)
+        self._unknown: tuple[Bools, ...] = tuple(np.zeros(count, np.bool_) for count in counts)
+
+    @property
+    def generations(self) -> Sequence[Ints]:
+        return self._tables
+
+    def place_generations(self, tables: Sequence[Ints]) -> None:
+        for there, here in zip(tables, self._tables, strict=True):
+            there[:] = here
+        self._tables = tuple(tables)
+
+    def retire(self, group: int, ids: Ints) -> None:
+        """Raise the counters: whatever was read from these blocks is no longer accepted. What they
+        hold from now on is for the engine to know."""
+        np.add.at(self._tables[group], ids, 1)
+        self._unknown[group][ids] = False
+
+    def holds(self, group: int, ids: Ints) -> Ints:
+        """How many keep each block: the engine must not reuse one that is not at zero."""
+        return self._holds[group][ids]
+
+    def share(self, group: int, ids: Ints) -> None:
+        np.add.at(self._holds[group], ids, 1)
+
+    def release(self, group: int, ids: Ints) -> None:
+        if (self._holds[group][ids] < 1).any():
+            raise BlockError(f"group {group}: some of blocks {ids[:8].tolist()} are not shared")
+        np.subtract.at(self._holds[group], ids, 1)
+        self.retire(group, ids[self._holds[group][ids] == 0])
+
+    def distrust(self, group: int, ids: Ints) -> None:
+        self._unknown[group][ids] = True
+
+    def trust(self, group: int, ids: Ints, whole: Bools | None = None) -> None:
+        self._unknown[group][ids] = False
+
+    def unknown(self, group: int, ids: Ints) -> Bools:
+        return self._unknown[group][ids]
+
+    def quarantine(self, group: int, ids: Ints) -> None:
+        self.share(group, ids)
+
+    def unquarantine(self, group: int, ids: Ints) -> None:
+        self.release(group, ids)
+
+
+def ids_of(blocks: Mapping[int, Blocks]) -> dict[int, Ints]:
+    """Just the ids, per group."""
+    return {group: listed.ids for group, listed in blocks.items()}

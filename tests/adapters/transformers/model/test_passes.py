@@ -1,0 +1,169 @@
+"""What a model is given is compared with what its cache was told; what is not as in a prompt is
+computed, and not reused."""
+
+import copy
+
+import pytest
+import torch
+
+from kvstow.adapters.transformers import Cache, ModelMemory
+from kvstow.errors import BlockError, ModelError
+from kvstow.testing.tiny_models import tiny_model
+
+IDS = torch.arange(20, 40).unsqueeze(0)
+
+
+def computed(model, memory, ids=IDS, **given):
+    """One pass over a prompt whose tokens are known; how many were found, and its last logits."""
+    with Cache(memory, tokens=IDS) as cache, torch.no_grad():
+        found = cache.found_tokens
+        return found, model(ids[:, found:], past_key_values=cache, **given).logits[:, -1]
+
+
+# ── what the model is given ───────────────────────────────────────────────────────────
+
+
+def padded(count):
+    mask = torch.ones_like(IDS)
+    mask[:, :count] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        (IDS + 1, r"sequence 0: the model is given 21 as token 0, .* told 20"),
+        (torch.cat([IDS[:, :7], IDS], 1), r"the model is given 20 as token 7, .* told 27"),
+        (IDS.repeat(2, 1), r"a cache of 1 sequences was given 2"),
+    ],
+    ids=["tokens", "again", "sequences"],
+)
+def test_a_pass_that_is_not_of_the_tokens_that_were_told_is_refused(model, memory, ids, reason):
+    with pytest.raises(BlockError, match=rf"(?s){reason}.*hint: "):
+        computed(model, memory, ids)
+    assert computed(model, memory)[0] == 0  # nothing of it was kept
+
+
+UNLIKE_A_PROMPT = {
+    "positions": {"position_ids": torch.arange(1, 21).unsqueeze(0)},
+    "padding": {"attention_mask": padded(3)},
+    "own mask": {"attention_mask": torch.zeros(1, 1, 20, 20)},
+}
+
+
+@pytest.mark.parametrize("given", UNLIKE_A_PROMPT.values(), ids=UNLIKE_A_PROMPT)
+def test_a_pass_that_is_not_as_in_a_prompt_is_computed_and_not_reused(model, memory, given, caplog):
+    with torch.no_grad():
+        wanted = model(IDS, **given).logits[:, -1]
+    for _ in range(2):
+        found, logits = computed(model, memory, **given)
+        assert found == 0
+        assert torch.allclose(logits, wanted, atol=1e-4)
+    assert caplog.text.count("computed and not reused") == 2
+    assert [computed(model, memory)[0] for _ in range(2)] == [0, 16]
+    rest = {name: value[..., 16:] for name, value in given.items()}
+    with pytest.raises(BlockError, match=r"(?s)16 of 20 tokens are here as in a prompt.*hint: "):
+        computed(model, memory, **rest)
+
+
+def test_embeddings_are_not_taken_for_those_of_the_tokens(model, memory):
+    for _ in range(2):
+        with Cache(memory, tokens=IDS) as cache:
+            assert cache.found_tokens == 0
+            model(inputs_embeds=model.model.embed_tokens(IDS) * 2, past_key_values=cache)
+
+
+def test_positions_behind_padding_are_those_of_generate(model, memory):
+    mask = padded(3)
+    with Cache(memory, tokens=IDS, attention_mask=mask) as cache:
+        model.generate(IDS, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+    for given, reason in (
+        ({"attention_mask": mask}, "positions"),
+        ({}, r"\[3\] tokens, .* no mask"),
+    ):
+        with (
+            Cache(memory, tokens=IDS, attention_mask=mask) as cache,
+            pytest.raises(BlockError, match=rf"(?s){reason}.*hint: "),
+        ):
+            model(IDS[:, 16:], past_key_values=cache, **given)
+
+
+def test_what_comes_behind_the_known_tokens_is_free(model, memory):
+    with Cache(memory, tokens=IDS[:, :8]) as cache:
+        model(IDS[:, :12], past_key_values=cache)
+        model(inputs_embeds=torch.ones(1, 2, 32), past_key_values=cache)
+        with pytest.raises(
+            BlockError,
+            match=r"(?s)tokens from 8 on are not those.*: the model is given embeddings.*hint",
+        ):
+            cache.remember(IDS)
+
+
+def test_the_rest_of_a_prompt_and_more_may_come_in_one_pass_behind_what_was_found(model, memory):
+    """As where a prefill was lost, and decode computes what did not arrive."""
+    more = torch.cat([IDS, torch.arange(50, 55).unsqueeze(0)], 1)
+    computed(model, memory)
+    with Cache(memory, tokens=IDS) as cache, torch.no_grad():
+        assert cache.found_tokens == 16
+        logits = model(more[:, 16:], past_key_values=cache).logits[:, -1]
+    assert torch.allclose(logits, model(more).logits[:, -1], atol=1e-4)
+
+
+def test_another_model_does_not_fill_the_cache_of_this_one(model, memory):
+    other = tiny_model("llama")
+    for each in (other, copy.deepcopy(model)):
+        with Cache(memory, tokens=IDS) as cache:
+            each(IDS, past_key_values=cache)
+    assert computed(model, memory)[0] == 0
+    with Cache(memory, tokens=IDS) as cache, pytest.raises(BlockError, match="another model"):
+        other(IDS[:, 16:], past_key_values=cache)
+
+
+def test_the_model_inside_a_model_may_be_called_itself(model, memory):
+    with Cache(memory, tokens=IDS) as cache:
+        model.model(IDS, past_key_values=cache)
+    assert computed(model, memory)[0] == 16
+    with Cache(memory, tokens=IDS) as cache, pytest.raises(BlockError, match="positions"):
+        model.model(IDS[:, 16:], position_ids=torch.zeros(1, 4).long(), past_key_values=cache)
+
+
+def test_a_memory_that_is_closed_leaves_no_hook_behind(model):
+    with ModelMemory.of(model, budget="1MiB"):
+        assert model._forward_pre_hooks
+    assert not any(each._forward_pre_hooks or each._forward_hooks for each in model.modules())
+
+
+# ── what the model is ─────────────────────────────────────────────────────────────────
+
+
+def merged(model):
+    """As PEFT merges a LoRA, past the counter of changes."""
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data += 0.1
+
+
+def in_training(model):
+    model.train()
+
+
+@pytest.mark.parametrize(("change", "what"), [(merged, "weights"), (in_training, "mode")])
+def test_a_model_that_has_changed_since_finds_and_keeps_nothing(model, memory, change, what):
+    computed(model, memory)
+    with Cache(memory) as cache, torch.no_grad():
+        model(IDS, past_key_values=cache)
+        change(model)
+        with pytest.raises(ModelError, match=rf"(?s)other .*{what}.*hint: make another"):
+            cache.blocks(0)
+    for _ in range(2):
+        found, logits = computed(model, memory)
+        assert found == 0
+        assert torch.allclose(logits, model(IDS).logits[:, -1], atol=1e-4)
+
+
+def test_a_model_whose_change_was_taken_back_goes_on(model, memory):
+    first = computed(model, memory)
+    model.train().eval()
+    model.set_attn_implementation("eager")
+    again = computed(model, memory)
+    assert again[0] == 16
+    assert torch.allclose(again[1], first[1], rtol=1e-3, atol=1e-3)

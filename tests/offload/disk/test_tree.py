@@ -1,0 +1,98 @@
+"""Names of row files, writers and what they leave, listings of what came and went."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kvstow.offload.disk.files import Files
+from kvstow.offload.disk.listing import RowListing
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.disk.tree import Writers, walk
+from offloading import hybrid, numbered_key, numbered_row
+
+MIB = 1 << 20
+
+
+def stored(tier, numbers, group=0):
+    keys = [numbered_key(n) for n in numbers]
+    assert tier.store(group, keys, [numbered_row(tier, group, n) for n in numbers]).all()
+    return keys
+
+
+def test_what_a_dead_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path):
+    living = Writers(tmp_path, Files())
+    mine = Path(living.next_file())
+    mine.write_bytes(b"half")
+    code = (
+        "import os, sys; from pathlib import Path; from kvstow.offload.disk.files import Files\n"
+        "from kvstow.offload.disk.tree import Writers\n"
+        "writers = Writers(Path(sys.argv[1]), Files())\n"
+        "for _ in range(3): Path(writers.next_file()).write_bytes(b'half')\n"
+        "os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 9
+    other = Writers(tmp_path, Files())
+    assert other.count() == 3
+    other.sweep()
+    assert other.count() == 2
+    assert mine.exists()
+    living.close()  # with a file in it
+    other.sweep()
+    assert other.count() == 1
+    other.close()
+    assert os.listdir(tmp_path / "new") == []
+
+
+def test_a_folder_that_somebody_removed_is_made_again(tmp_path):
+    writers = Writers(tmp_path, Files())
+    first = Path(writers.next_file()).parent
+    first.rmdir()
+    second = Path(writers.next_file()).parent
+    assert second != first
+    assert second.is_dir()
+    writers.close()
+
+
+def test_a_walk_counts_a_file_once_whatever_its_names(tmp_path):
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
+    stored(tier, range(20))
+    stored(tier, range(20, 30))
+    stored(tier, range(7), group=1)
+    files = [file for root in tmp_path.glob("rows-*") for file in walk(str(root))]
+    assert sorted((file.group, len(file.keys)) for file in files) == [(0, 10), (0, 20), (1, 7)]
+    assert sum(file.nbytes for file in files) == tier.usage.nbytes
+    tier.close()
+
+
+def test_a_listing_tells_what_came_and_went_whoever_did_it(tmp_path):
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
+    other = DiskTier(tmp_path)
+    listing = RowListing(tier.tree, 0)
+    assert listing.look() == ([], [])
+    keys = stored(other, range(300))
+    came, gone = listing.look()
+    assert (sorted(came), gone) == (sorted(keys), [])
+    assert listing.look() == ([], [])
+    other.evict(0, keys[:100])
+    new = stored(tier, range(300, 310))
+    came, gone = listing.look()
+    assert (sorted(came), sorted(gone)) == (sorted(new), sorted(keys[:100]))
+    for each in (tier, other):
+        each.close()
+
+
+def test_a_listing_looks_again_only_where_something_has_changed(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
+    stored(tier, range(100))
+    long_ago = time.time() - 100
+    for directory in tier.tree.directories(0):
+        os.utime(directory.path, (long_ago, long_ago))
+    listing = RowListing(tier.tree, 0)
+    assert len(listing.look()[0]) == 100
+    listed = []
+    monkeypatch.setattr("kvstow.offload.disk.listing.keys_in", listed.append)
+    assert listing.look() == ([], [])
+    assert listed == []
+    tier.close()
