@@ -323,6 +323,7 @@ class Layout:
             pieces: list[Run] = []
             for layer, page in zip(rows.group.layers, rows.placements, strict=True):
                 broken += page_violations(layer, page, self.order, self.base_align)
+                broken += self._pages_outside(layer, page)
                 if not broken:
                     pieces += page_runs(layer, page)
             broken += [
@@ -331,6 +332,18 @@ class Layout:
                 for a, b in overlapping(pieces)
             ]
         return broken
+
+    def _pages_outside(self, layer: LayerSpec, page: Page) -> list[str]:
+        """Sections of a layer that leave the arena in block 0 already."""
+        ends = (
+            View(offset=place.offset, axes=cell_axes(part, place, 1), unit=part.cell_bytes).end
+            for part, place in zip(layer.sections, page, strict=False)
+        )
+        return [
+            f"bounds: layer {layer.name!r}: its page ends at {end}, not inside the arena of {self.nbytes}"
+            for end in ends
+            if end > self.nbytes
+        ]
 
     def _broken_bounds(self) -> list[str]:
         return [
