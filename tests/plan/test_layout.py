@@ -84,7 +84,7 @@ def test_sections_that_overlap_or_are_not_placed_break_a_law():
         ((), "its pages have 2 sections, 1 are placed"),
         ((47, 128, 24, 8), "section 1: offset 47 is not a multiple of 2"),
         ((48, 128, 24, 4), "section 1: token stride 4 is not the 8 bytes of a cell"),
-        ((1000, 128, 24, 8), "overlaps itself|are not inside the arena"),
+        ((1000, 128, 24, 8), "not inside the arena"),
         ((48, 64, 24, 8), "section 1: block stride 64"),
     ):
         pages = ((page[0], *([Placement(*second)] if second else [])),)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstow.errors import ManifestError
@@ -232,6 +232,7 @@ TINY = json.loads(
 
 
 @given(st.lists(st.tuples(PATHS, VALUES), min_size=1, max_size=3))
+@example([("groups.1.placements.0.0.head_stride", 1_317_624_576_693_539_402)])
 def test_a_mutated_real_manifest_is_refused_or_keeps_the_laws(changes):
     document = json.loads(json.dumps(DOCUMENT))
     for path, value in changes:
