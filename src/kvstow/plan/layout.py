@@ -340,7 +340,8 @@ class Layout:
             for part, place in zip(layer.sections, page, strict=False)
         )
         return [
-            f"bounds: layer {layer.name!r}: its page ends at {end}, not inside the arena of {self.nbytes}"
+            f"bounds: layer {layer.name!r}: its page ends at {end}, not inside the arena of "
+            f"{self.nbytes}"
             for end in ends
             if end > self.nbytes
         ]
