@@ -4,7 +4,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from kvstow.errors import PlanError, SpecError, TransferError
 from kvstow.offload.journal import JournalKind
@@ -17,15 +19,19 @@ from kvstow.transfer.options import DigestPolicy, Options, Way
 
 FOREIGN = {
     "num_threads": "leave it out: rows are not split over threads",
-    "consumer_ranks": "leave it out: decode says how many ranks it has when it connects",
+    "enable_cross_layers_blocks": 'leave it out: "layout" is "BLHNC", unless "" leaves it to vLLM',
+    "enforce_handshake_compat": "leave it out: instances that do not fit are never joined",
 }
-"""Options of vLLM's own connectors and of earlier versions, and what to write instead."""
-
-SIZES = ("host_bytes", "disk_bytes", "store_bytes_per_second")
-"""Options in bytes, which may be written in words: "8GiB"."""
+"""Options of vLLM's own connectors, and what to write instead."""
 
 HOST_SIZE = "cpu_bytes_to_use"
 """What vLLM's offloading connectors call `host_bytes`."""
+
+SIZES = (HOST_SIZE, "host_bytes", "disk_bytes", "store_bytes_per_second")
+"""Options in bytes, which may be written in words: "8GiB"."""
+
+ABOVE_HOST = ("host_shared", "disk_path", "remote", "events", "journal_path", "lend")
+"""Options that mean nothing without a host tier."""
 
 SIDE_CHANNEL = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 """Where manifests made for vLLM's connectors say on which address an engine is to be found."""
@@ -36,11 +42,8 @@ QUARANTINE_SECONDS = 10.0
 """Blocks of a request whose prefill instance has died are held so long: then the engine is
 replaced, and nothing can write to them any more."""
 
-PACKED = "enable_cross_layers_blocks"
-"""An option of vLLM's connectors: true is our default layout, false is vLLM's own."""
-
-COMPARED = "enforce_handshake_compat"
-"""An option of vLLM's connectors: true is what we always do, false is refused."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,27 +77,27 @@ class ConnectorOptions:
     layout: str = "BLHNC"
     listen: str = LISTEN
     keys_file: str = ""
-    lease_seconds: float = 60.0
-    transfer_seconds: float = 60.0
-    contact_seconds: float = 5.0
+    lease_seconds: Seconds = 60.0
+    transfer_seconds: Seconds = 60.0
+    contact_seconds: Seconds = 5.0
     digest: DigestPolicy = "sample"
     direction: Way | Literal[""] = ""
     mapped: bool = True
-    host_bytes: int = 0
+    host_bytes: Count = 0
     host_shared: str = ""
     disk_path: str = ""
-    disk_bytes: int = 0
+    disk_bytes: Count = 0
     remote: str = ""
-    store_bytes_per_second: int = 0
+    store_bytes_per_second: Count = 0
     manifest_file: str = ""
     events: bool = False
     journal: JournalKind = "digests"
     journal_path: str = ""
     lend: str = ""
     peers: tuple[str, ...] = ()
-    peers_tokens: int = 256
-    peers_seconds: float = 0.25
-    peers_pull_seconds: float = 5.0
+    peers_tokens: Count = 256
+    peers_seconds: Seconds = 0.25
+    peers_pull_seconds: Seconds = 5.0
     step_while_loading: bool = False
 
     @staticmethod
@@ -106,68 +109,33 @@ class ConnectorOptions:
     ) -> "ConnectorOptions":
         """The settings; SpecError for an option that is not known or of another type.
 
-        Options of vLLM's own connectors that mean something here are taken in our words. Of
-        several engines with the same settings (data parallelism) each finds a port of its own.
+        Of several engines with the same settings (data parallelism) each finds a port of its own.
         """
         options = _in_our_words(options)
         options.setdefault("listen", _side_channel(environ, num_engines))
-        known: dict[str, object] = {field.name: field.default for field in fields(ConnectorOptions)}
-        for name, value in options.items():
-            if name not in known:
-                hint = f"\n\nhint: {FOREIGN[name]}" if name in FOREIGN else ""
-                raise SpecError(f"option {name!r} is none of {', '.join(known)}{hint}")
-            wanted = type(known[name])
-            if type(value) is not wanted and not (wanted is float and type(value) is int):
-                raise SpecError(f"option {name!r} is {value!r}, not of type {wanted.__name__}")
-        return ConnectorOptions(**options)
+        known = [field.name for field in fields(ConnectorOptions)]
+        for name in options.keys() - known:
+            hint = f"\n\nhint: {FOREIGN[name]}" if name in FOREIGN else ""
+            raise SpecError(f"option {name!r} is none of {', '.join(known)}{hint}")
+        try:
+            return msgspec.convert(options, ConnectorOptions)
+        except msgspec.ValidationError as error:
+            raise SpecError(f"kv_connector_extra_config: {error}") from None
 
     def __post_init__(self) -> None:
-        if self.events and not self.offloads:
+        for name in ABOVE_HOST:
+            if getattr(self, name) and not self.offloads:
+                raise SpecError(
+                    f"option {name!r} is {getattr(self, name)!r}, and host_bytes is 0\n\n"
+                    "hint: set host_bytes, or leave the other one out"
+                )
+        if bool(self.disk_path) != bool(self.disk_bytes):
             raise SpecError(
-                "option 'events' is true, and there are no tiers to tell of\n\n"
-                "hint: set host_bytes, or leave it out: vLLM publishes what its device holds itself"
-            )
-        self._check_peers()
-        if self.digest not in get_args(DigestPolicy):
-            raise SpecError(f"digest is {self.digest!r}, none of {get_args(DigestPolicy)}")
-        if self.direction not in ("", *get_args(Way)):
-            raise SpecError(f"direction is {self.direction!r}, none of {get_args(Way)}")
-        if self.journal not in get_args(JournalKind):
-            raise SpecError(f"journal is {self.journal!r}, none of {get_args(JournalKind)}")
-        if self.journal_path and not self.offloads:
-            raise SpecError(
-                f"journal_path is {self.journal_path!r}, and nothing is stored\n\n"
-                "hint: set host_bytes, or leave it out"
-            )
-        if self.store_bytes_per_second < 0:
-            raise SpecError(
-                f"store_bytes_per_second is {self.store_bytes_per_second}, below 0\n\n"
-                "hint: 0 stores as fast as it goes"
-            )
-        if min(self.host_bytes, self.disk_bytes) < 0 or bool(self.disk_path) != (
-            self.disk_bytes > 0 and self.host_bytes > 0
-        ):
-            raise SpecError(
-                f"host_bytes is {self.host_bytes}, disk_path {self.disk_path!r}, disk_bytes "
-                f"{self.disk_bytes}\n\nhint: a disk tier needs disk_path, disk_bytes, host_bytes"
-            )
-        if self.remote and not self.host_bytes:
-            raise SpecError(
-                "remote is given, host_bytes is 0\n\nhint: a remote tier needs host_bytes"
+                f"disk_path is {self.disk_path!r}, disk_bytes {self.disk_bytes}\n\n"
+                "hint: a disk tier needs both"
             )
         if self.remote:
             parse(self.remote)
-
-    def _check_peers(self) -> None:
-        if self.lend and not self.offloads:
-            raise SpecError(
-                f"lend is {self.lend!r}, host_bytes is 0\n\nhint: rows in host memory are lent"
-            )
-        if self.peers_tokens < 0 or min(self.peers_seconds, self.peers_pull_seconds) <= 0:
-            raise SpecError(
-                f"peers_tokens is {self.peers_tokens}, peers_seconds {self.peers_seconds}, "
-                f"peers_pull_seconds {self.peers_pull_seconds}\n\nhint: times are above 0"
-            )
         for source in self.peers:
             try:
                 check_source(source)
@@ -220,8 +188,14 @@ def _side_channel(environ: Mapping[str, str], num_engines: int) -> str:
 
 
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
-    """The options without those of vLLM's connectors; SpecError for one that cannot be obeyed."""
+    """The options with sizes in bytes, under our own names."""
     ours = dict(options)
+    for name in SIZES:
+        if isinstance(ours.get(name), str):
+            try:
+                ours[name] = parse_size(ours[name])
+            except PlanError as error:
+                raise SpecError(f"option {name!r}: {error}") from None
     if HOST_SIZE in ours:
         size = ours.pop(HOST_SIZE)
         if ours.setdefault("host_bytes", size) != size:
@@ -229,34 +203,6 @@ def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
                 f"option {HOST_SIZE!r} is {size!r} and host_bytes is {ours['host_bytes']!r}\n\n"
                 "hint: leave the first one out; both say the same"
             )
-    for name in SIZES:
-        if isinstance(ours.get(name), str):
-            try:
-                ours[name] = parse_size(ours[name])
-            except PlanError as error:
-                raise SpecError(f"option {name!r}: {error}") from None
     if isinstance(ours.get("peers"), str):
         ours["peers"] = [part.strip() for part in ours["peers"].split(",") if part.strip()]
-    if isinstance(ours.get("peers"), list):
-        ours["peers"] = tuple(str(each) for each in ours["peers"])
-    if not _flag(ours, COMPARED, default=True):
-        raise SpecError(
-            f"option {COMPARED!r} is false, yet instances that do not fit are never joined\n\n"
-            "hint: leave it out, and compare both instances' manifest_file with `kvstow route`"
-        )
-    if PACKED in options:
-        layout = "BLHNC" if _flag(ours, PACKED, default=True) else ""
-        if ours.setdefault("layout", layout) != layout:
-            raise SpecError(
-                f"option {PACKED!r} is {options[PACKED]!r} and layout is {ours['layout']!r}\n\n"
-                "hint: leave the first one out; layout says it all"
-            )
     return ours
-
-
-def _flag(options: dict[str, Any], name: str, *, default: bool) -> bool:
-    """Take out a truth value, which people also write as a string."""
-    value = options.pop(name, default)
-    if str(value).lower() not in ("true", "false"):
-        raise SpecError(f"option {name!r} is {value!r}, neither true nor false")
-    return str(value).lower() == "true"
