@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstow.adapters.vllm.loras import AdapterNames
+from kvstow.adapters.vllm.identity import AdapterNames
 from kvstow.adapters.vllm.protocol import (
     MAX_TICKETS,
     EngineRequest,
@@ -245,7 +245,7 @@ def test_an_adapter_of_the_hub_is_known_by_its_weights(
     found: list[str] = []
     for snapshot in ("one", "two"):
         monkeypatch.setattr(
-            "kvstow.adapters.vllm.loras._in_hub", lambda name, at=snapshot: str(tmp_path / at)
+            "kvstow.adapters.vllm.identity._in_hub", lambda name, file, at=snapshot: tmp_path / at
         )
         asking = vllm_request(lora_request=lora("a", "somebody/poems"))
         found.append(request_of(asking).adapter)

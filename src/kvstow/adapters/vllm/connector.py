@@ -35,7 +35,7 @@ from kvstow.adapters.vllm.engine import (
     steps_by_hand,
     stop_one_token_short,
 )
-from kvstow.adapters.vllm.loras import AdapterNames
+from kvstow.adapters.vllm.identity import AdapterNames
 from kvstow.adapters.vllm.metrics import KvstowMetrics, KvstowStats
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.plugin import hear_weight_versions, step_while_loading
@@ -325,11 +325,12 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
         if not due or side.recall is None:
             return
         assert tables is not None, "vLLM plans steps with a connector, and tells it no blocks"
-        is_known = self._adapters.looked_at_once()
+        name = self._adapters.looked_up_once()
         for id, new in scheduler_output.num_scheduled_tokens.items():
             if id not in due or (filled := requests[id].num_computed_tokens + new) < due[id]:
                 continue
-            if is_known(requests[id].lora_request):
+            adapter = requests[id].lora_request
+            if adapter is None or name(adapter) is not None:
                 side.recall.computed(id, filled, self._taken(tables.get_block_ids(id) or ()))
             else:
                 side.recall.forget(id)

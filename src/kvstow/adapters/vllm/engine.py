@@ -46,7 +46,7 @@ class ParallelConfig(Protocol):
 
 
 class ModelConfig(Protocol):
-    """Of a model's configuration much more is read, with defaults: see `cache.identity`, and
+    """Of a model's configuration much more is read, with defaults: see `identity`, and
     `enable_sleep_mode`."""
 
     model: str

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from kvstow.adapters.vllm.engine import Request
-from kvstow.adapters.vllm.loras import AdapterNames
+from kvstow.adapters.vllm.identity import AdapterNames
 from kvstow.errors import TransferError
 from kvstow.offload.watch import TierChange
 from kvstow.route.blocks import Blocks

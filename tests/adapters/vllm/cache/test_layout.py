@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvstow.adapters.vllm.cache.identity import identity_of
 from kvstow.adapters.vllm.cache.layout import (
     CacheDeclaration,
     DeclaredRegion,
@@ -28,6 +27,7 @@ from kvstow.adapters.vllm.cache.pages import (
     declared_page,
     retention_of,
 )
+from kvstow.adapters.vllm.identity import identity_of
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.errors import LayoutError, MemoryLayoutError, ModelError, RouteError
 from kvstow.memory.arena import Arena

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from kvstow.adapters.vllm.cache.identity import identity_of
 from kvstow.adapters.vllm.cache.pages import STATE_KIND, DeclaredPage, declared_page, kernels_of
 from kvstow.adapters.vllm.engine import CacheConfig, CacheGroup, EngineConfig
+from kvstow.adapters.vllm.identity import identity_of
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.arena import Arena

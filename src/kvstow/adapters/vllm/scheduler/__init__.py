@@ -8,7 +8,6 @@ recall      which beginnings of requests come back, which blocks are stored
 key_index   which rows the tiers of all ranks keep; keys of requests
 store_queue rows on their way to the tiers: held, in turn, within a bandwidth
 block_holds blocks of failed pulls that somebody may still write to
-weights     what the engine computes with, while its weights are changed in place
 journal     which prompts were stored, for `kvstow why`
 events      what the tiers hold, in vLLM's stream of KV events
 """

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.identity import EngineWeights
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -22,7 +23,6 @@ from kvstow.adapters.vllm.protocol import (
 )
 from kvstow.adapters.vllm.scheduler.block_holds import HeldPulls
 from kvstow.adapters.vllm.scheduler.source import Hits, OrderBook, PrefixSource
-from kvstow.adapters.vllm.scheduler.weights import EngineWeights
 from kvstow.errors import TransferError
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.identity import EngineWeights
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     OURS,
@@ -19,7 +20,6 @@ from kvstow.adapters.vllm.protocol import (
     prompt_digest,
 )
 from kvstow.adapters.vllm.scheduler.source import OrderBook
-from kvstow.adapters.vllm.scheduler.weights import EngineWeights
 from kvstow.errors import BlockError
 from kvstow.plan.group import Group
 from kvstow.plan.view import Ints

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.identity import EngineWeights, unshared
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.peers.questions import PeerQuestions
 from kvstow.adapters.vllm.protocol import (
@@ -24,7 +25,6 @@ from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
 from kvstow.adapters.vllm.scheduler.offers import SchedulerOffers, Tell
 from kvstow.adapters.vllm.scheduler.recall import Recall
 from kvstow.adapters.vllm.scheduler.source import Hits, OrderBook, PrefixSource
-from kvstow.adapters.vllm.scheduler.weights import EngineWeights, unshared
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstow.adapters.vllm.scheduler.weights import EngineWeights
+from kvstow.adapters.vllm.identity import EngineWeights
 from kvstow.plan.identity import Identity
 
 CHECKPOINT = Identity(model="m", weights="0123", config=(("run.dtype", "float32"), ("z", "1")))

@@ -1,14 +1,31 @@
-"""Which computation fills vLLM's cache: its checkpoint, and everything that it is started with."""
+"""Which computation fills vLLM's cache: its checkpoint, and everything that it is started with.
 
+While the engine runs, two things change it. Weights in place:
+
+    started               the checkpoint's identity
+    changed               an identity that no other engine has: these may be any weights
+    named "run 3, 400"    the checkpoint's and this name: the same in every engine that was told so
+
+And a request's LoRA adapter, which is known by its name and a digest of its weights where they lie
+on disk; under one that the engine was given in another way nothing is shared.
+"""
+
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
-from kvstow.adapters.vllm.engine import EngineConfig
+from kvstow.adapters.vllm.engine import EngineConfig, LoraAdapter
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.errors import ModelError
+from kvstow.plan.checkpoint import adapter_digest
 from kvstow.plan.identity import TOKEN_ORDERED, Identity, config_fields
+
+log = logging.getLogger(__name__)
 
 CPU_INTERIOR = "cpu-transposed"
 """vLLM's plain CPU kernels keep keys transposed over the whole block. A name for all CPU kernels,
@@ -153,7 +170,147 @@ def _folder(model: Any) -> Path | None:
     """Where a model lies, in the hub's cache perhaps."""
     if os.path.isdir(model.model):
         return Path(model.model)
+    return _in_hub(model.model, "config.json", model.revision)
+
+
+def _in_hub(name: str, file: str, revision: str | None = None) -> Path | None:
+    """The folder with that file in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    return Path(config).parent if isinstance(config, str) else None
+    try:
+        path = try_to_load_from_cache(name, file, revision=revision)
+    except ValueError:  # not a name of the hub's
+        return None
+    return Path(path).parent if isinstance(path, str) else None
+
+
+# ── weights that are changed in place ─────────────────────────────────────────────────
+
+
+class EngineWeights:
+    """The identity of one engine, from its start through all changes of its weights.
+
+    A name that something was computed under is not taken a second time: it may be said of other
+    weights then. Whoever gives one says that it stands for these weights, here and everywhere.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self._started = self.identity = identity
+        self._name: str | None = None
+        self._used: set[str] = set()
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether they may be others than the checkpoint's."""
+        return self.identity is not self._started
+
+    def change(self) -> None:
+        """They may have become any others."""
+        self._name = None
+        self.identity = unshared(self._started)
+
+    def name(self, name: str) -> None:
+        """They have become those of this name; any others, if it was used before."""
+        self.change()
+        if name in self._used:
+            log.warning(
+                "weights %r: something was computed under that name before, so nothing is shared "
+                "with other engines\n\nhint: a new name for every change of weights",
+                name,
+            )
+            return
+        self._name = name
+        self.identity = _with(self._started, "weights", ascii(name))
+        log.info("weights are called %r from now on", name)
+
+    def mark_used(self) -> None:
+        """The engine computes with them: their name stands for them, and for no others."""
+        if self._name is not None:
+            self._used.add(self._name)
+
+
+def unshared(identity: Identity) -> Identity:
+    """The same, told apart from what everybody else has."""
+    return _with(identity, "reset", token_hex(16))
+
+
+def _with(identity: Identity, field: str, value: str) -> Identity:
+    config = dict(identity.config) | {f"run.{field}": value}
+    return replace(identity, config=tuple(sorted(config.items())))
+
+
+# ── LoRA adapters ─────────────────────────────────────────────────────────────────────
+
+AdapterPlace = tuple[str, str, int]
+"""An adapter's name, path and number in the engine."""
+
+FolderFacts = tuple[tuple[str, int, int, int, int], ...]
+"""Name, inode, size and times of each file."""
+
+
+class AdapterNames:
+    """Adapters of one engine, as they were when they were first asked for.
+
+    The engine reads an adapter's files when it loads it, and perhaps again later; we read them when
+    a request names it. Files that were written anew may or may not be what the engine has in
+    memory: nothing is shared under them. Where somebody has `vouched` for what is not looked at, an
+    adapter whose weights cannot be found is known by its path.
+    """
+
+    def __init__(self, *, vouched: bool = False) -> None:
+        self._vouched = vouched
+        self._first: dict[AdapterPlace, str | None] = {}
+
+    def name(self, adapter: LoraAdapter) -> str | None:
+        """What an adapter of vLLM's is known by; None where its weights are nowhere to be found, or
+        are not those of before."""
+        path = adapter.lora_path
+        folder = _adapter_folder(path)
+        digest = _adapter_digest(folder, _files(folder)) or (path if self._vouched else None)
+        name = f"{adapter.lora_name} {digest}" if digest else None
+        return name if name == self._first.setdefault(_place(adapter), name) else None
+
+    def looked_up_once(self) -> Callable[[LoraAdapter], str | None]:
+        """`name`, for a moment in which no file changes: each adapter's are looked at once, however
+        many requests use it."""
+        names: dict[AdapterPlace, str | None] = {}
+
+        def name(adapter: LoraAdapter) -> str | None:
+            place = _place(adapter)
+            if place not in names:
+                names[place] = self.name(adapter)
+            return names[place]
+
+        return name
+
+
+def _place(adapter: LoraAdapter) -> AdapterPlace:
+    return adapter.lora_name, adapter.lora_path, adapter.lora_int_id
+
+
+def _adapter_folder(path: str) -> str:
+    """Where an adapter lies: a path, or the name of one in the hub's cache; as it is otherwise."""
+    if os.path.isabs(path) or os.path.isdir(path):
+        return path
+    if path.startswith("~"):
+        return os.path.expanduser(path)
+    return str(_in_hub(path, "adapter_config.json") or path)
+
+
+def _files(folder: str) -> FolderFacts:
+    """What tells whether something in a folder was written anew, empty where there is none: an
+    adapter may be loaded again under its name. The latest time alone does not: files keep older
+    times when they are copied, and clocks are set back."""
+    try:
+        files = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
+    except OSError:
+        return ()
+    return tuple(sorted((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in files))
+
+
+@lru_cache(maxsize=1024)
+def _adapter_digest(folder: str, files: FolderFacts) -> str | None:
+    try:
+        return adapter_digest(folder) if os.path.isdir(folder) else None
+    except ModelError:
+        return None
