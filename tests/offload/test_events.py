@@ -1,18 +1,16 @@
-"""Events of a real ledger, a real host tier and a real disk, heard over sockets."""
+"""Events of a real ledger, a real host tier and a real disk, repeated over sockets."""
 
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from event_reader import tokens_by_medium
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import SpecError
-from kvstow.events.index import InstanceIndex, PrefixHeld
 from kvstow.events.publisher import EventPublisher
-from kvstow.events.subscriber import EventSubscriber
 from kvstow.memory.arena import Arena
 from kvstow.offload.events import EngineEvents
 from kvstow.offload.store import Store
@@ -20,6 +18,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full, Window
 from offloading import IDENTITY, layer
+from waiting import wait_for
 
 LOOPBACK = "tcp://127.0.0.1:*"
 LAYERS = [layer("l.0", Full()), layer("l.1", Window(8))]
@@ -56,35 +55,26 @@ def prompt_of(seed: int, num_tokens: int) -> Prompt:
 
 
 def test_a_router_sees_device_host_and_disk_and_what_is_evicted(tmp_path: Path):
-    engine, index = Engine(tmp_path / "a"), InstanceIndex()
-    subscriber = EventSubscriber(
-        engine.publisher.address,
-        replay=engine.publisher.replay_address,
-        on_batch=lambda batch: index.apply("a", batch),
-        on_lost=lambda: index.forget("a"),
-    )
-    prompt = prompt_of(1, 18)
-    tokens = prompt.tokens.tolist()
+    engine, prompt = Engine(tmp_path / "a"), prompt_of(1, 18)
+    whole = prompt.tokens[:16].tolist()
 
-    def eventually(expected: PrefixHeld) -> None:
-        until = time.monotonic() + 20
-        while index.held(tokens).get("a", PrefixHeld()) != expected:
-            assert time.monotonic() < until, index.held(tokens)
-            engine.events.turn()
-            time.sleep(0.02)
+    def media() -> set[str]:
+        """Where all whole blocks of the prompt are, by the events."""
+        engine.events.turn()
+        held = tokens_by_medium(engine.publisher, 0)
+        return {medium for medium, tokens in held.items() if set(whole) <= set(tokens)}
 
-    with subscriber:
-        engine.compute(prompt, save=True)
-        eventually(PrefixHeld(device=16, host=16, disk=16, below=16))
-        assert engine.store.host is not None
-        assert engine.store.disk is not None
-        engine.store.host.evict(0, engine.store.disk.keys(0))
-        eventually(PrefixHeld(device=16, disk=16, below=16))
-        for seed in range(2, 12):  # other prompts take the device's rows
-            engine.compute(prompt_of(seed, 40), save=False)
-        eventually(PrefixHeld(disk=16, below=16))
-        engine.store.disk.prune(0)
-        eventually(PrefixHeld())
+    engine.compute(prompt, save=True)
+    wait_for(lambda: media() == {"GPU", "CPU", "STORAGE"})
+    assert engine.store.host is not None
+    assert engine.store.disk is not None
+    engine.store.host.evict(0, engine.store.disk.keys(0))
+    wait_for(lambda: media() == {"GPU", "STORAGE"})
+    for seed in range(2, 12):  # other prompts take the device's rows
+        engine.compute(prompt_of(seed, 40), save=False)
+    wait_for(lambda: media() == {"STORAGE"})
+    engine.store.disk.prune(0)
+    wait_for(lambda: media() == set())
     engine.close()
 
 
@@ -93,19 +83,10 @@ def test_an_engine_that_starts_over_a_warm_disk_tells_what_requests_find_there(t
     first = Engine(tmp_path / "a")
     first.compute(prompt, save=True)
     first.close()
-    second, index = Engine(tmp_path / "a"), InstanceIndex()
-    with EventSubscriber(
-        second.publisher.address,
-        replay=second.publisher.replay_address,
-        on_batch=lambda batch: index.apply("a", batch),
-        on_lost=lambda: index.forget("a"),
-    ):
-        second.events.know(prompt)
-        second.events.turn()
-        until = time.monotonic() + 20
-        while not index.held(prompt.tokens.tolist()) and time.monotonic() < until:
-            time.sleep(0.02)
-    assert index.held(prompt.tokens.tolist()) == {"a": PrefixHeld(disk=16, below=16)}
+    second = Engine(tmp_path / "a")
+    second.events.know(prompt)
+    second.events.turn()
+    assert tokens_by_medium(second.publisher, 0) == {"STORAGE": prompt.tokens.tolist()}
     second.close()
 
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstow.events.format import BlockHash, BlockRemoved, BlockStored, CacheEvent, Medium
+from kvstow.events.format import BlockRemoved, BlockStored, CacheEvent, Medium
 from kvstow.plan.group import Group
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 
@@ -70,8 +70,6 @@ class Announcer:
         self._contents: OrderedDict[tuple[int, Name], BlockContent] = OrderedDict()
         self._announced: dict[tuple[Medium, bool, int], dict[Name, int]] = {}
         self._events: list[CacheEvent] = []
-        self.unknown = 0
-        """Blocks that could not be announced, because nobody remembers their tokens."""
 
     def know(
         self,
@@ -113,15 +111,17 @@ class Announcer:
     def stored(
         self, medium: Medium, group: int, names: Iterable[Name], *, remote: bool = False
     ) -> None:
-        """These blocks are in a medium now; what was announced already is not said again."""
+        """These blocks are in a medium now. Not said again is what was announced already, and
+        nothing is said of blocks whose tokens nobody remembers."""
         announced = self._announced.setdefault((medium, remote, group), {})
         size = self._kinds[group].block_tokens
-        new = [name for name in dict.fromkeys(names) if name not in announced]
-        known = {name: self._contents.get((size, name)) for name in new}
-        found = {name: block for name, block in known.items() if block is not None}
-        self.unknown += len(new) - len(found)
-        announced.update((name, block.hash) for name, block in found.items())
-        for run in _runs(found.values()):
+        new = {
+            name: block
+            for name in names
+            if name not in announced and (block := self._contents.get((size, name)))
+        }
+        announced.update((name, block.hash) for name, block in new.items())
+        for run in _runs(new.values()):
             self._events.append(self._stored(medium, group, run, remote))
 
     def removed(
@@ -129,7 +129,7 @@ class Announcer:
     ) -> None:
         """These blocks are gone from a medium; only what was announced is taken back."""
         announced = self._announced.get((medium, remote, group), {})
-        gone: list[BlockHash] = [announced.pop(name) for name in names if name in announced]
+        gone = [announced.pop(name) for name in names if name in announced]
         if gone:
             index = self._kinds[group].index
             self._events.append(

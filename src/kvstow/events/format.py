@@ -4,15 +4,13 @@
     batch    [time, [event, …], data parallel rank]
     event    {"type": "BlockStored", "block_hashes": […], "token_ids": […], …}
 
-Written as vLLM 0.32 writes them; fields that a later version adds are passed over when read.
-`block_hashes` name blocks within one publisher: whoever compares publishers compares tokens.
+Written as vLLM 0.32 writes them. `block_hashes` name blocks within one publisher: whoever compares
+publishers compares tokens.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-
-from kvstow.errors import SpecError
 
 Medium = Literal["GPU", "CPU", "STORAGE"]
 """Where a block lies, in vLLM's words: device, host memory, disk or another store."""
@@ -21,13 +19,8 @@ DEVICE: Medium = "GPU"
 HOST: Medium = "CPU"
 STORAGE: Medium = "STORAGE"
 
-BlockHash = int | bytes
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-BlockSize = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-
-MAX_BATCH_BYTES = 64 << 20
 
 
 class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, frozen=True):
@@ -38,10 +31,10 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, frozen=
     another machine.
     """
 
-    block_hashes: list[BlockHash]
-    parent_block_hash: BlockHash | None
-    token_ids: list[TokenId]
-    block_size: BlockSize
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
@@ -55,17 +48,13 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, frozen=
 class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, frozen=True):
     """Blocks are gone from one medium."""
 
-    block_hashes: list[BlockHash]
+    block_hashes: list[int]
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True, frozen=True):
-    """The device holds nothing any more."""
-
-
-CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+CacheEvent = BlockStored | BlockRemoved
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
@@ -77,19 +66,8 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
 def encode_batch(batch: EventBatch) -> bytes:
     """The batch as MessagePack."""
     return _encoder.encode(batch)
-
-
-def decode_batch(data: bytes) -> EventBatch:
-    """The batch in these bytes; SpecError, and nothing else, where there is none."""
-    if len(data) > MAX_BATCH_BYTES:
-        raise SpecError(f"a batch of events has {len(data)} bytes, at most {MAX_BATCH_BYTES}")
-    try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise SpecError(f"not a batch of KV events: {str(error)[:200]}") from None

@@ -85,11 +85,6 @@ class EventPublisher:
             ) from None
         return socket, socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    @property
-    def next_sequence(self) -> int:
-        """The number of the next batch."""
-        return self._next
-
     def publish(self, events: Sequence[CacheEvent]) -> None:
         """Publish a batch, unless it is empty; from any thread."""
         if not events:
