@@ -11,7 +11,6 @@ identity    which computation fills the cache: checkpoint, settings, names of we
 cache/      vLLM's own cache: its layout, its pages, which computation fills it
 scheduler/  one per engine: which request hands over, takes over, is stored or comes back
 worker/     one per rank: pulls, leases, rows stored and loaded
-peers/      prefixes of other engines: rows lent to them, theirs asked for by key
 engine      what vLLM must offer, checked at start
 counts      what is counted, and its names on vLLM's /metrics
 metrics     the same in vLLM's classes

@@ -5,6 +5,7 @@ source      the verbs of a source; what is ordered for the next step
 handovers   tickets that came with requests: checked, kept alive, pulled with, given back
 offers      tickets for requests that have ended
 recall      which beginnings of requests come back, which blocks are stored
+peers       which requests ask other engines, and what an answer brings
 key_index   which rows the tiers of all ranks keep; keys of requests
 store_queue rows on their way to the tiers: held, in turn, within a bandwidth
 block_holds blocks of failed pulls that somebody may still write to

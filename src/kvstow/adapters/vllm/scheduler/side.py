@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.identity import EngineWeights, unshared
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.peers.questions import PeerQuestions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
@@ -23,6 +22,7 @@ from kvstow.adapters.vllm.scheduler.events import TierEvents
 from kvstow.adapters.vllm.scheduler.handovers import Handovers
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
 from kvstow.adapters.vllm.scheduler.offers import SchedulerOffers, Tell
+from kvstow.adapters.vllm.scheduler.peers import PeerQuestions
 from kvstow.adapters.vllm.scheduler.recall import Recall
 from kvstow.adapters.vllm.scheduler.source import Hits, OrderBook, PrefixSource
 from kvstow.plan.group import Group

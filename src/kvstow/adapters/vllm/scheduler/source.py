@@ -2,7 +2,7 @@
 
 handovers   tickets that came with the request, or that a peer has given for its keys
 recall      rows that the tiers of all ranks keep
-questions   peers that are asked (`peers.questions`); their tickets become handovers
+peers       other engines that are asked; their tickets become handovers
 """
 
 from collections.abc import Mapping

@@ -6,4 +6,5 @@ offers      blocks that stay for somebody with a ticket
 generations counters of blocks that peers read, and which blocks a pull has filled
 pulls       rows of another engine, on their way into blocks of this one
 tiers       rows stored and loaded
+peers       other engines: asked for prefixes, lent rows
 """

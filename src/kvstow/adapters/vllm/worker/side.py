@@ -12,8 +12,6 @@ from time import monotonic
 
 from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
-from kvstow.adapters.vllm.peers.client import PeerClient
-from kvstow.adapters.vllm.peers.server import RowServer
 from kvstow.adapters.vllm.protocol import (
     NOTHING,
     RanksReport,
@@ -24,6 +22,7 @@ from kvstow.adapters.vllm.protocol import (
 from kvstow.adapters.vllm.worker.generations import LeasedGenerations
 from kvstow.adapters.vllm.worker.offers import RankOffers
 from kvstow.adapters.vllm.worker.part import RankPart
+from kvstow.adapters.vllm.worker.peers import PeerClient, RowServer
 from kvstow.adapters.vllm.worker.pulls import RankPulls
 from kvstow.adapters.vllm.worker.tiers import POLL_SECONDS, WorkerTiers
 from kvstow.memory.arena import Arena

@@ -13,9 +13,8 @@ import torch
 
 from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.peers.client import PeerClient
-from kvstow.adapters.vllm.peers.server import LentRows, RowServer, instance_of
 from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, StepResults
+from kvstow.adapters.vllm.worker.peers import LentRows, PeerClient, RowServer, instance_of
 from kvstow.adapters.vllm.worker.tiers import WorkerTiers
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.keys import KeyChain
@@ -68,7 +67,7 @@ class Fleet:
         peers = tuple(address_of(each) for each in lenders)
         asks = replace(ASKS, peers=peers, **options)  # pyright: ignore
         engine = self.start("asker-0-0", asks, order, window=window)
-        wait_for(lambda: len(asker_of(engine)._well()) == len(lenders))
+        wait_for(lambda: len(asker_of(engine)._peers()) == len(lenders))
         return engine
 
     def close(self) -> None:
@@ -173,7 +172,7 @@ def of_unequal_blocks(fleet: Fleet, lends: int, asks: int, ids: BlockIds) -> tup
     computes(lender, ids=ids)
     options = replace(ASKS, peers=(address_of(lender),))
     asker = fleet.start("asker-0-0", options, block_tokens=asks)
-    wait_for(lambda: len(asker_of(asker)._well()) == 1)
+    wait_for(lambda: len(asker_of(asker)._peers()) == 1)
     return lender, asker
 
 
@@ -214,7 +213,7 @@ def test_ranks_of_a_peer_are_asked_together_and_one_alone_is_not(fleet: Fleet):
         computes(rank)
     alone = replace(ASKS, peers=(address_of(ranks[0]),))
     lonely = fleet.start("lonely-0-0", alone)
-    wait_for(lambda: asker_of(lonely)._known[alone.peers[0]].outgoing.state == "ready")
+    wait_for(lambda: asker_of(lonely)._peer(alone.peers[0]).state == "ready")
     assert asked(lonely) == 0
     asker = fleet.asker(*ranks)
     assert asked(asker) == 16
@@ -297,7 +296,7 @@ def test_a_peer_that_a_request_names_is_met_and_then_asked_though_no_option_know
     named = {"remote_host": host, "remote_port": int(port), "kv_request_id": "r"}
     params = {"remote_kv_source": named}
     assert asked(asker, id="first", params=params) == 0
-    wait_for(lambda: asker.part(PeerClient)._well(address_of(lender)) != [])
+    wait_for(lambda: asker.part(PeerClient)._peers(address_of(lender)) != [])
     assert asked(asker, id="plain") == 0, "others ask nobody"
     assert asked(asker, id="d", params=params) == 16
     assert not pulled(asker, 16).failed
@@ -346,15 +345,14 @@ def test_a_hung_peer_costs_one_request_the_budget_and_the_next_ones_nothing(flee
 
     lender.part(RowServer).agent.server.on_question = silent
     assert asked(asker, "first") == 0
-    (known,) = asker_of(asker)._known.values()
-    known.rest_until = float("inf")  # however slow this machine is
+    resting = asker_of(asker)._rest_until
+    resting[address_of(lender)] = float("inf")  # however slow this machine is
     for k in range(3):
         assert asked(asker, f"later {k}") == 0
     assert len(heard) == 1
     lender.part(RowServer).agent.server.on_question = lender.part(RowServer).agent.prefixes.hear
-    known.rest_until = 0.0
+    resting.clear()
     assert asked(asker, "d") == 16, "it is asked again later"
-    assert known.pause == 1.0
 
 
 def test_a_peer_that_dies_is_left_out_and_met_again(fleet: Fleet):
@@ -366,7 +364,7 @@ def test_a_peer_that_dies_is_left_out_and_met_again(fleet: Fleet):
     assert asked(asker, "first") == 0
     again = fleet.start("again-0-0", replace(LENDS, lend=address))
     computes(again)
-    wait_for(lambda: [each.instance for each in asker_of(asker)._well()] == ["again"])
+    wait_for(lambda: [instance_of(each.name) for each in asker_of(asker)._peers()] == ["again"])
     assert asked(asker, "d") == 16
     assert not pulled(asker, 16).failed
     assert same(asker, again)
@@ -382,8 +380,7 @@ def test_a_peer_that_answers_and_dies_is_a_failed_load_and_is_left_alone(fleet: 
     found = pulled(asker, 16)
     assert (found.received, found.failed) == ({"d"}, {"d"})
     assert asker.desk.matched("d", 0) == 0, "the engine computes it"
-    (known,) = asker_of(asker)._known.values()
-    assert known.rest_until > 0
+    assert asker_of(asker)._rest_until
 
 
 def test_a_peer_that_hangs_while_it_writes_is_a_failed_load_whose_blocks_are_held(
