@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,7 +22,6 @@ from kvstow.adapters.vllm.protocol import (
     KeysPresent,
     LoadBlocks,
     LookUpKeys,
-    RanksReport,
     StepResults,
 )
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
@@ -117,7 +116,7 @@ def memory(declared: CacheDeclaration) -> tuple[torch.Tensor, dict[str, torch.Te
 WayToTell = Literal["in steps", "at once"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Seen(StepResults):
     """What came of a step, and what the rank has counted in it."""
 
@@ -171,14 +170,9 @@ class Engine:
         self.hands.load()
         self.hands.save()
         results = self.hands.results(idle=True)
-        self.desk.apply(results.report, tuple(results.sent))
-        return Seen(
-            sent=results.sent,
-            received=results.received,
-            failed=results.failed,
-            report=results.report,
-            counts=self._counts(),
-        )
+        self.desk.apply(results, tuple(results.sent))
+        told = {each.name: getattr(results, each.name) for each in fields(results)}
+        return Seen(**told, counts=self._counts())
 
     def _counts(self) -> dict[str, Any]:
         counts = self.hands.counts.take()
@@ -252,4 +246,4 @@ class RecallAlone(Recall):
         return self._book.take().loads[0]
 
     def answer(self, answer: KeysPresent) -> None:
-        self.apply(RanksReport(present={answer.request: answer}))
+        self.apply(StepResults(present={answer.request: answer}))

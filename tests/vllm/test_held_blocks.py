@@ -167,10 +167,10 @@ class Desk:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvstow.adapters.vllm.connector import KvstowReport
-        from kvstow.adapters.vllm.protocol import RanksReport
+        from kvstow.adapters.vllm.protocol import StepResults
 
         blocks = {key: tuple(sorted(ids)) for key, ids in (held or {}).items()}
-        report = RanksReport(held=blocks, released=released)
+        report = StepResults(held=blocks, released=list(released))
         meta: Any = KvstowReport(report) if report else None
         if self._among_others and meta is not None:
             meta = MultiKVConnectorWorkerMetadata(metadata=(meta,))

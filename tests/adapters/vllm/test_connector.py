@@ -928,7 +928,7 @@ def test_blocks_are_held_for_ranks_that_another_connector_hides(connector: Modul
     order = scheduler.build_connector_meta(output).step.store
     assert order is not None
     for rank, held in ((0, [7, 8, 9, 10]), (1, [])):
-        report = connector.RanksReport(stored={order.job: 1})
+        report = connector.StepResults(stored={order.job: 1})
         told = SimpleNamespace(
             kv_connector_worker_meta=connector.KvstowReport(report),
             finished_sending=None,
@@ -955,13 +955,13 @@ def test_blocks_that_a_rank_may_still_be_written_to_have_a_reference_in_vllms_po
             )
         )
 
-    report = connector.RanksReport
+    report = connector.StepResults
     tell(report(held={("r0", 1): (7, 8)}), report(held={("r1", 1): (7, 8)}))
     assert (pool.held, scheduler.has_pending_push_work()) == ([7, 8], True)
     assert not scheduler.has_pending_block_frees(), "vLLM would wait for them, and not preempt"
-    tell(report(released=(("r0", 1),)), report())
+    tell(report(released=[("r0", 1)]), report())
     assert (pool.held, scheduler.has_pending_push_work()) == ([7, 8], True)
-    tell(report(), report(released=(("r1", 1),)))
+    tell(report(), report(released=[("r1", 1)]))
     assert (pool.held, scheduler.has_pending_push_work()) == ([], False)
     assert scheduler._scheduler_side.counts == {"held blocks": 2, "released blocks": 2}
 

@@ -41,13 +41,13 @@ from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.plugin import hear_weight_versions, step_while_loading
 from kvstow.adapters.vllm.protocol import (
     EngineRequest,
-    RanksReport,
     StepOrders,
+    StepResults,
     WorkerEndpoint,
     request_of,
 )
-from kvstow.adapters.vllm.scheduler.block_holds import PoolHolds
 from kvstow.adapters.vllm.scheduler.events import TierEvents, check_published
+from kvstow.adapters.vllm.scheduler.holds import BlockHolds
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.adapters.vllm.worker.offers import OfferSender
 from kvstow.adapters.vllm.worker.side import WorkerSide
@@ -68,7 +68,7 @@ class KvstowEndpoint(HandshakeMetadata):
     """A worker's agent, for the scheduler, and what its tiers keep already."""
 
     endpoint: WorkerEndpoint
-    report: RanksReport
+    kept: StepResults
 
 
 @dataclass
@@ -82,11 +82,12 @@ class KvstowStep(ConnectorMetadata):
 class KvstowReport(WorkerMetadata):
     """What the workers tell the scheduler, besides requests that are over."""
 
-    report: RanksReport
+    results: StepResults
 
     def aggregate(self, other: WorkerMetadata) -> "KvstowReport":
         assert isinstance(other, KvstowReport)
-        return KvstowReport(self.report.joined(other.report))
+        self.results.join(other.results)
+        return self
 
 
 class KvstowConnector(ConnectorBase, SupportsHMA):
@@ -108,7 +109,7 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
         pages = [page for group in self._declared.groups for page in group]
         self._forgets = any(not isinstance(page.retention, Full) for page in pages)
         self._engine = vllm_config.kv_transfer_config.engine_id
-        self._report = RanksReport()
+        self._results = StepResults()
         self._requests: dict[str, Request] = {}
         """Requests of the engine that may be stored while they run."""
         self._adapters = AdapterNames(vouched=bool(self._options.unverified))
@@ -231,16 +232,15 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
         self._worker_side.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
-        results = self._worker_side.results(idle=self._step.idle)
-        self._report = results.report
+        self._results = results = self._worker_side.results(idle=self._step.idle)
         return TransferResults(
-            finished_sending=set(results.sent),
-            finished_recving=set(results.received),
-            failed_recving=set(results.failed),
+            finished_sending=results.sent,
+            finished_recving=results.received,
+            failed_recving=results.failed,
         )
 
     def build_connector_worker_meta(self) -> KvstowReport | None:
-        return KvstowReport(self._report) if self._report else None
+        return KvstowReport(self._results) if self._results else None
 
     @property
     def _step(self) -> StepOrders:
@@ -270,13 +270,13 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
         endpoints = [worker.endpoint for worker in workers]
         self._scheduler_side.meet(endpoints, OfferSender(endpoints).tell)
         for worker in workers:
-            self._scheduler_side.apply(worker.report)
+            self._scheduler_side.apply(worker.kept)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._groups_taken
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._scheduler_side.bind(PoolHolds(gpu_block_pool))
+        self._scheduler_side.bind(BlockHolds(gpu_block_pool))
 
     def on_new_request(self, request: Request) -> None:
         plain = self._plain(request)  # its tokens are the request's own, and change with them
@@ -386,10 +386,10 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
         if connector_output.invalid_block_ids:  # a connector beside ours has loaded them
             self._scheduler_side.forget_stored()
         worker_meta = connector_output.kv_connector_worker_meta
-        report = worker_meta.report if isinstance(worker_meta, KvstowReport) else RanksReport()
-        self._scheduler_side.apply(report, tuple(connector_output.finished_sending or ()))
+        results = worker_meta.results if isinstance(worker_meta, KvstowReport) else StepResults()
+        self._scheduler_side.apply(results, tuple(connector_output.finished_sending or ()))
         if self._events is not None:
-            self._events.changed(report.changes)
+            self._events.changed(results.changes)
         recall = self._scheduler_side.recall
         if recall is not None and not self._requests and steps_by_hand():
             recall.give_up()

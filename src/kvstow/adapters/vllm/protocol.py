@@ -14,7 +14,7 @@ write these parameters, so they are bounded by the prompt before anything is unp
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from struct import pack
 from typing import Annotated, Any, Literal
@@ -178,68 +178,40 @@ class StepOrders:
     idle: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksReport:
-    """What some ranks tell besides requests that are over: tiers, peers, blocks that are held.
+@dataclass(slots=True, kw_only=True)
+class StepResults:
+    """What came of a step: in one rank, whose parts add to it, or in several.
 
-    By request `present`: what look-ups have found. By rank `kept`: where rows are kept now, as far
-    as that has changed. `stored` counts the ranks that have ended a job of stores. `peers` is what
-    they have said. `held` are the blocks of failed pulls that somebody may still write to;
-    `released` are pulls of which that is over.
+    By request `sent`, `received` and `failed`: blocks that are no longer needed here, loads that
+    are over, and those that failed; vLLM carries these itself. By request `present`: what look-ups
+    have found. By rank `kept`: where rows are kept now, as far as that has changed. `stored` counts
+    the ranks that have ended a job of stores. `peers` is what they have said. `held` are the blocks
+    of failed pulls that somebody may still write to; `released` are pulls of which that is over.
     """
 
-    present: Mapping[str, KeysPresent] = field(default_factory=dict[str, KeysPresent])
-    kept: Mapping[str, KeyLevels] = field(default_factory=dict[str, KeyLevels])
-    stored: Mapping[int, int] = field(default_factory=dict[int, int])
-    changes: tuple[TierChange, ...] = ()
-    peers: tuple[PeersAnswer, ...] = ()
-    held: Mapping[Hold, tuple[int, ...]] = field(default_factory=dict[Hold, tuple[int, ...]])
-    released: tuple[Hold, ...] = ()
+    sent: set[str] = field(default_factory=set[str])
+    received: set[str] = field(default_factory=set[str])
+    failed: set[str] = field(default_factory=set[str])
+    present: dict[str, KeysPresent] = field(default_factory=dict[str, KeysPresent])
+    kept: dict[str, KeyLevels] = field(default_factory=dict[str, KeyLevels])
+    stored: Counter[int] = field(default_factory=Counter[int])
+    changes: list[TierChange] = field(default_factory=list[TierChange])
+    peers: list[PeersAnswer] = field(default_factory=list[PeersAnswer])
+    held: dict[Hold, tuple[int, ...]] = field(default_factory=dict[Hold, tuple[int, ...]])
+    released: list[Hold] = field(default_factory=list[Hold])
 
     def __bool__(self) -> bool:
-        return self != _NOTHING_TOLD
+        return any(getattr(self, each.name) for each in fields(self))
 
-    def joined(self, other: "RanksReport") -> "RanksReport":
-        """The report of both; of look-ups, what both have."""
-        alike = {
-            name: here.both(other.present[name]) if name in other.present else here
-            for name, here in self.present.items()
-        }
-        return RanksReport(
-            present={**other.present, **alike},
-            kept={**self.kept, **other.kept},
-            stored=Counter(self.stored) + Counter(other.stored),
-            changes=self.changes + other.changes,
-            peers=self.peers + other.peers,
-            held={**self.held, **other.held},
-            released=self.released + other.released,
-        )
-
-
-_NOTHING_TOLD = RanksReport()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResults:
-    """What came of a step in one rank, by request: blocks no longer needed here, loads over, loads
-    failed. `report` is for the scheduler's side."""
-
-    sent: frozenset[str] = frozenset()
-    received: frozenset[str] = frozenset()
-    failed: frozenset[str] = frozenset()
-    report: RanksReport = field(default_factory=RanksReport)
-
-    def joined(self, other: "StepResults") -> "StepResults":
-        """What has come of both parts of a rank."""
-        return StepResults(
-            sent=self.sent | other.sent,
-            received=self.received | other.received,
-            failed=self.failed | other.failed,
-            report=self.report.joined(other.report),
-        )
-
-
-NOTHING = StepResults()
+    def join(self, other: "StepResults") -> None:
+        """Add what another rank tells; of look-ups, what both have stays."""
+        for request, answer in other.present.items():
+            own = self.present.get(request)
+            self.present[request] = own.both(answer) if own else answer
+        for name in ("sent", "received", "failed", "kept", "stored", "held"):
+            getattr(self, name).update(getattr(other, name))
+        for name in ("changes", "peers", "released"):
+            getattr(self, name).extend(getattr(other, name))
 
 
 # ── requests ──────────────────────────────────────────────────────────────────────────

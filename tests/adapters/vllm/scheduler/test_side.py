@@ -11,8 +11,8 @@ from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     EngineRequest,
-    RanksReport,
     StepOrders,
+    StepResults,
     WorkerEndpoint,
     blocks_with_tokens,
     handover_in,
@@ -90,7 +90,7 @@ def test_blocks_beyond_the_computed_tokens_are_not_offered():
 def test_the_generation_grows_when_the_workers_have_sent():
     prefill = side()
     first = handover_in(asked("d", params=offered(prefill)))
-    prefill.apply(RanksReport(), ["r"])
+    prefill.apply(StepResults(), ["r"])
     second = handover_in(asked("d", params=offered(prefill)))
     assert first is not None
     assert second is not None

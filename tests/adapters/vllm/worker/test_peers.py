@@ -314,7 +314,7 @@ def test_tickets_of_a_request_that_does_not_wait_any_more_are_handed_back(fleet:
         asker.desk.finished(EngineRequest(id="d", tokens=PROMPT), HERE, 0)
     else:
         asker.desk.allocated("d", HERE, 0)
-    asker.until(lambda found: bool(found.report.peers))
+    asker.until(lambda found: bool(found.peers))
     assert asker.desk.matched("d", 0) == 0
     asker.step()
     wait_for(lambda: num_leases(lender) == 0)
@@ -404,7 +404,7 @@ def test_a_peer_that_hangs_while_it_writes_is_a_failed_load_whose_blocks_are_hel
         assert (found.failed, pool.held) == ({"d"}, {b for ids in HERE for b in ids[:4]} - {0})
     finally:
         awake.set()
-    asker.until(lambda found: bool(found.report.released))
+    asker.until(lambda found: bool(found.released))
     assert pool.held == set()
 
 

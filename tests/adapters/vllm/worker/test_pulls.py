@@ -92,43 +92,43 @@ def test_a_request_is_told_while_the_producer_hangs_and_its_blocks_are_held_unti
     with hung(*orders, pool=pool) as (writer, decode):
         found = told(decode)
         assert (found.received, found.failed) == ({"d"}, {"d"})
-        assert list(found.report.held.values()) == [tuple(sorted(OURS))]
+        assert list(found.held.values()) == [tuple(sorted(OURS))]
         assert pool.held == OURS
         for view in decode.views.values():
             view.fill_(CANARY)
-        assert not any((step := decode.step()).report.released or step.received for _ in range(50))
+        assert not any((step := decode.step()).released or step.received for _ in range(50))
         writer.awake.set()
-        after = decode.until(lambda found: bool(found.report.released))
-        assert (after.received, after.report.held) == (frozenset(), {})
+        after = decode.until(lambda found: bool(found.released))
+        assert (after.received, after.held) == (frozenset(), {})
         assert pool.held == set()
         assert decode.desk.counts == {"held blocks": 8, "released blocks": 8}
         others = sorted(set(range(NUM_BLOCKS)) - OURS)
         assert all((view[others] == CANARY).all() for view in decode.views.values())
         late = [(view[sorted(OURS)] != CANARY).any() for view in decode.views.values()]
         assert any(late), "bytes have come late, or this test would say nothing"
-        assert not any((step := decode.step()).report.released or step.received for _ in range(5))
+        assert not any((step := decode.step()).released or step.received for _ in range(5))
 
 
 def test_the_next_pull_from_a_producer_that_was_hung_works():
     with hung("BLHNC", "BLHNC", pool=Pool()) as (writer, decode):
         told(decode)
         writer.awake.set()
-        decode.until(lambda found: bool(found.report.released))
+        decode.until(lambda found: bool(found.released))
         prefill = writer.engine
         params = prefill.prefill(THERE, id="again")
         prefill.step()
         assert decode.decode(params, HERE) == len(PROMPT) - 1
         found = told(decode)
-        assert (found.failed, found.report.held) == (frozenset(), {})
+        assert (found.failed, found.held) == (frozenset(), {})
         assert torch.equal(decode.views["f.0"][12], prefill.views["f.0"][11])
 
 
 def test_without_a_pool_the_request_waits_until_the_producer_has_stopped():
     with hung("BLHNC", "BLHNC", pool=None) as (writer, decode):
-        assert not any((step := decode.step()).received or step.report.held for _ in range(50))
+        assert not any((step := decode.step()).received or step.held for _ in range(50))
         writer.awake.set()
         found = told(decode)
-        assert (found.failed, found.report.held, found.report.released) == ({"d"}, {}, ())
+        assert (found.failed, found.held, found.released) == ({"d"}, {}, [])
 
 
 def test_blocks_that_the_pull_does_not_write_are_not_held():
@@ -162,7 +162,7 @@ def test_a_failed_pull_is_mostly_quiet_at_once_and_holds_nothing(
         prefill.hands.agent.endpoint.owner.generations[1][10] += 1
         decode.decode(params, HERE)
         found = told(decode)
-        assert (found.failed, found.report.held, found.report.released) == ({"d"}, {}, ())
+        assert (found.failed, found.held, found.released) == ({"d"}, {}, [])
         assert pool.held == set()
     finally:
         prefill.hands.close()
@@ -174,5 +174,5 @@ def test_nothing_is_tried_again_while_somebody_may_write():
         (transfer,) = decode.hands.agent.pulls._unquiet
         transfer.error = TransferError("not yet", kind="ticket", is_early=True)
         found = told(decode)
-        assert found.report.held
+        assert found.held
         assert found.counts == {"pull ticket": 1}

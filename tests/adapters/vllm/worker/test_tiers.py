@@ -94,8 +94,9 @@ class Rank:
         step = step or StepOrders()
         self.tiers.load(step)
         self.tiers.save(step)
-        results = self.tiers.report()
-        self.recall.apply(results.report)
+        results = StepResults()
+        self.tiers.report(results)
+        self.recall.apply(results)
         return results
 
     def store(self) -> int:

@@ -7,8 +7,7 @@ offers      tickets for requests that have ended
 recall      which beginnings of requests come back, which blocks are stored
 peers       which requests ask other engines, and what an answer brings
 key_index   which rows the tiers of all ranks keep; keys of requests
-store_queue rows on their way to the tiers: held, in turn, within a bandwidth
-block_holds blocks of failed pulls that somebody may still write to
+holds       blocks that the engine gives to nobody: of failed pulls, of rows to be stored
 journal     which prompts were stored, for `kvstow why`
 events      what the tiers hold, in vLLM's stream of KV events
 """

@@ -21,7 +21,7 @@ from kvstow.adapters.vllm.protocol import (
     handover_in,
     tickets_to_drop,
 )
-from kvstow.adapters.vllm.scheduler.block_holds import HeldPulls
+from kvstow.adapters.vllm.scheduler.holds import HeldPulls
 from kvstow.adapters.vllm.scheduler.source import Hits, OrderBook, PrefixSource
 from kvstow.errors import TransferError
 from kvstow.plan.group import Group

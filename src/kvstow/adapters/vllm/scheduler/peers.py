@@ -9,7 +9,7 @@ from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
     Handover,
-    RanksReport,
+    StepResults,
 )
 from kvstow.adapters.vllm.scheduler.handovers import Handovers
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
@@ -69,10 +69,10 @@ class PeerQuestions(PrefixSource):
         )
         return True
 
-    def apply(self, report: RanksReport) -> None:
+    def apply(self, results: StepResults) -> None:
         """Peers have been asked: their tickets are kept alive where they have more than is held
         already, for somebody who waits for it, or handed back."""
-        for answer in report.peers:
+        for answer in results.peers:
             num_held = self._waiting.pop(answer.request, None)
             num_tokens = answer.tickets[0].num_tokens if answer.tickets else 0
             if num_held is None or num_tokens <= num_held:

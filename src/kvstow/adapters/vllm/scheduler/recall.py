@@ -26,14 +26,14 @@ from kvstow.adapters.vllm.protocol import (
     LoadBlocks,
     LoadLimits,
     LookUpKeys,
-    RanksReport,
     StepOrders,
+    StepResults,
 )
 from kvstow.adapters.vllm.scheduler.events import TierEvents
+from kvstow.adapters.vllm.scheduler.holds import RowToStore, StoreQueue
 from kvstow.adapters.vllm.scheduler.journal import EngineJournal
 from kvstow.adapters.vllm.scheduler.key_index import KeyIndex, Level, Levels, RequestKeys
 from kvstow.adapters.vllm.scheduler.source import Hits, HitSource, OrderBook, PrefixSource
-from kvstow.adapters.vllm.scheduler.store_queue import RowToStore, StoreQueue
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, longest_prefix, seen_blocks
@@ -133,12 +133,12 @@ class Recall(PrefixSource):
             return near < limit
         return near < self._longest(entry, limit, Level.BELOW)
 
-    def apply(self, report: RanksReport) -> None:
-        for answer in report.present.values():
+    def apply(self, results: StepResults) -> None:
+        for answer in results.present.values():
             self._answered(answer)
-        for rank, kept in report.kept.items():
+        for rank, kept in results.kept.items():
             self.known.told(rank, kept)
-        for job, ranks in report.stored.items():
+        for job, ranks in results.stored.items():
             self.stores.stored(job, ranks)
 
     def _answered(self, answer: KeysPresent) -> None:

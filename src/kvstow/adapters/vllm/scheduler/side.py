@@ -13,13 +13,13 @@ from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
-    RanksReport,
     StepOrders,
+    StepResults,
     WorkerEndpoint,
 )
-from kvstow.adapters.vllm.scheduler.block_holds import BlockHolds, HeldPulls
 from kvstow.adapters.vllm.scheduler.events import TierEvents
 from kvstow.adapters.vllm.scheduler.handovers import Handovers
+from kvstow.adapters.vllm.scheduler.holds import BlockHolds, HeldPulls
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
 from kvstow.adapters.vllm.scheduler.offers import SchedulerOffers, Tell
 from kvstow.adapters.vllm.scheduler.peers import PeerQuestions
@@ -209,11 +209,11 @@ class SchedulerSide:
             self._weights.mark_used()
         return step
 
-    def apply(self, report: RanksReport, sent: Sequence[str] = ()) -> None:
+    def apply(self, results: StepResults, sent: Sequence[str] = ()) -> None:
         """What the workers have told in a step; leases of these requests are over."""
-        self.held.apply(report)
+        self.held.apply(results)
         for source in self._sources:
-            source.apply(report)
+            source.apply(results)
         for request in sent:
             self._offers.sent(request)
 

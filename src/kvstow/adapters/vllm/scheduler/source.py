@@ -8,7 +8,7 @@ peers       other engines that are asked; their tickets become handovers
 from collections.abc import Mapping
 from typing import Literal
 
-from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, RanksReport, StepOrders
+from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, StepOrders, StepResults
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
 from kvstow.plan.identity import Identity
 
@@ -56,7 +56,7 @@ class PrefixSource:
     def ended(self, id: str, ids: BlockIds, num_tokens: int) -> None:
         """The request is over, with the cache of so many tokens in these blocks."""
 
-    def apply(self, report: RanksReport) -> None:
+    def apply(self, results: StepResults) -> None:
         """What the workers have told in a step."""
 
     def plan(self, step: StepOrders) -> None:

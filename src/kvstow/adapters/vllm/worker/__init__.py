@@ -2,8 +2,7 @@
 
 side        a step's orders and results: an agent over the engine's memory, and its parts
 part        the verbs of a part
-offers      blocks that stay for somebody with a ticket
-generations counters of blocks that peers read, and which blocks a pull has filled
+offers      blocks that stay for somebody with a ticket, and their counters that peers read
 pulls       rows of another engine, on their way into blocks of this one
 tiers       rows stored and loaded
 peers       other engines: asked for prefixes, lent rows

@@ -9,14 +9,16 @@ queue) costs nothing: the next step tells, and a consumer that was faster tries 
 
 import logging
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from hmac import compare_digest
 from secrets import token_bytes, token_hex
 from threading import RLock, Thread
 from weakref import finalize
+
+import numpy as np
 
 from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.protocol import (
@@ -25,11 +27,14 @@ from kvstow.adapters.vllm.protocol import (
     StepResults,
     WorkerEndpoint,
 )
-from kvstow.adapters.vllm.worker.generations import LeasedGenerations
 from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.errors import KvstowError, TransferError
+from kvstow.plan.layout import Layout
+from kvstow.plan.retention import Bools
+from kvstow.plan.view import Ints
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.tickets.lease import EndReason
+from kvstow.transfer.tickets.owner import Generations
 from kvstow.transfer.tickets.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -40,6 +45,46 @@ MAX_BYTES = 1 << 20
 
 def _mark(secret: bytes, body: bytes) -> bytes:
     return blake2b(body, digest_size=MARK_BYTES, key=secret, person=b"kvstow offer").digest()
+
+
+class LeasedGenerations(Generations):
+    """The workers' generations: counters that peers read, set by the scheduler's leases.
+
+        lease A given out at generation 7      counter 7
+        lease A over, nobody else              counter 8    tickets of A are refused from now on
+        lease B of the same unbroken time      counter 7    its bytes are the ones that A covered
+        next time                              counter 8 … never 7 again
+
+    The scheduler's side never reuses a generation (see `PinnedBlocks`), so a counter that equals
+    a ticket's generation always means that the bytes are still those of the ticket.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._unfilled = tuple(np.zeros(len(table), bool) for table in self.generations)
+
+    def distrust(self, group: int, ids: Ints) -> None:
+        self._unfilled[group][ids] = True
+
+    def trust(self, group: int, ids: Ints, whole: Bools | None = None) -> None:
+        self._unfilled[group][ids if whole is None else ids[whole]] = False
+
+    def unfilled(self, group: int, ids: Ints) -> Ints:
+        """Those of a pull's blocks that it has not filled, though it was accepted."""
+        return ids[self._unfilled[group][ids]]
+
+    @contextmanager
+    def unretired(self, ticket: Ticket) -> Generator[None]:
+        """The ticket's blocks are of its generations, and stay so as long as the block lasts: an
+        earlier lease of them that ends meanwhile does not begin a new one."""
+        for group, blocks in ticket.blocks.items():
+            self.share(group, blocks.ids)
+            self.generations[group][blocks.ids] = ticket.generations[group]
+        try:
+            yield
+        finally:
+            for group, blocks in ticket.blocks.items():
+                self.release(group, blocks.ids)
 
 
 class RankOffers(RankPart):
@@ -83,10 +128,10 @@ class RankOffers(RankPart):
                 self._adopt(ticket)
             self._requests[ticket.lease] = offer.request
 
-    def report(self) -> StepResults:
+    def report(self, results: StepResults) -> None:
         """Requests whose leases are over since the last time."""
         over = [lease for lease in self._requests if lease not in self._running]
-        return StepResults(sent=frozenset(self._requests.pop(lease) for lease in over))
+        results.sent.update(self._requests.pop(lease) for lease in over)
 
     def close(self) -> None:
         """Listen no more."""

@@ -1,6 +1,6 @@
 """What a rank is made of: parts with the same verbs, called in every step of the engine."""
 
-from kvstow.adapters.vllm.protocol import NOTHING, StepOrders, StepResults
+from kvstow.adapters.vllm.protocol import StepOrders, StepResults
 
 
 class RankPart:
@@ -21,9 +21,8 @@ class RankPart:
         """Whether a request that waits can be told something."""
         return False
 
-    def report(self) -> StepResults:
-        """What has ended since the last time."""
-        return NOTHING
+    def report(self, results: StepResults) -> None:
+        """Add what has ended since the last time."""
 
     def close(self) -> None:
         """Let go of everything."""

@@ -8,7 +8,7 @@ What comes back is a handover like any other: pulled, fenced, compared, and comp
 
 import logging
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -21,7 +21,6 @@ from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
 from kvstow.adapters.vllm.protocol import (
     AskPeers,
     PeersAnswer,
-    RanksReport,
     StepOrders,
     StepResults,
 )
@@ -95,7 +94,7 @@ class PeerClient(RankPart):
         self._rest_until: dict[str, float] = {}
         """By address, until when a peer is left alone."""
         self._questions: list[Generator[None]] = []
-        self._answers: deque[PeersAnswer] = deque()
+        self._answers: list[PeersAnswer] = []
         self._closing = Event()
         self._thread = guarded_thread(
             "kvstow-peers", self._meet_peers, on_broken=lambda error: self._listed.clear()
@@ -171,16 +170,16 @@ class PeerClient(RankPart):
         self._resume()
         return bool(self._answers)
 
-    def report(self) -> StepResults:
+    def report(self, results: StepResults) -> None:
         """What peers have said since the last time."""
         for address in self._broken():
             self._rest(address)
         self._resume()
-        answers = tuple(self._answers.popleft() for _ in range(len(self._answers)))
-        for answer in answers:
+        results.peers += self._answers
+        for answer in self._answers:
             self._counts["peers asked"] += 1
             self._counts["peers had it"] += bool(answer.tickets)
-        return StepResults(report=RanksReport(peers=answers))
+        self._answers.clear()
 
     def _resume(self) -> None:
         self._questions = [each for each in self._questions if next(each, self) is not self]

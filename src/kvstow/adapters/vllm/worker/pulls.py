@@ -20,12 +20,11 @@ from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.protocol import (
     Hold,
     PullBlocks,
-    RanksReport,
     StepOrders,
     StepResults,
     blocks_with_tokens,
 )
-from kvstow.adapters.vllm.worker.generations import LeasedGenerations
+from kvstow.adapters.vllm.worker.offers import LeasedGenerations
 from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
@@ -98,17 +97,15 @@ class RankPulls(RankPart):
             self._tasks.append(self._run(pull))
         self._resume()
 
-    def report(self) -> StepResults:
+    def report(self, results: StepResults) -> None:
         """What has become of the pulls since the last time."""
         self._resume()
-        results = StepResults(
-            received=frozenset(self._received),
-            failed=frozenset(self._failed),
-            report=RanksReport(held=dict(self._held), released=self._quiet_ones()),
-        )
+        results.received |= self._received
+        results.failed |= self._failed
+        results.held |= self._held
+        results.released += self._quiet_ones()
         for each in (self._received, self._failed, self._held):
             each.clear()
-        return results
 
     def broken_peers(self) -> set[str]:
         """Addresses of peers that were asked, and whose pull has failed; told once."""

@@ -7,20 +7,16 @@ it.
 
 import logging
 import threading
-from functools import reduce
 from time import monotonic
 
 from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
 from kvstow.adapters.vllm.protocol import (
-    NOTHING,
-    RanksReport,
     StepOrders,
     StepResults,
     WorkerEndpoint,
 )
-from kvstow.adapters.vllm.worker.generations import LeasedGenerations
-from kvstow.adapters.vllm.worker.offers import RankOffers
+from kvstow.adapters.vllm.worker.offers import LeasedGenerations, RankOffers
 from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.adapters.vllm.worker.peers import PeerClient, RowServer
 from kvstow.adapters.vllm.worker.pulls import RankPulls
@@ -70,7 +66,8 @@ class WorkerSide:
         """The step that has begun, until its loads have, and until it has computed."""
         self._beside_steps = arena.device.type != "cpu"
         """Whether the device computes a step while the engine's thread goes on."""
-        self._before_sleep = NOTHING
+        self._results = StepResults()
+        """What the engine was not told yet."""
         self._keepers: list[RankPart] = []
         """Parts that hold rows outside of the arena."""
         self._tiers: WorkerTiers | None = None
@@ -134,9 +131,12 @@ class WorkerSide:
         )
         self._introduce()
 
-    def kept(self) -> RanksReport:
+    def kept(self) -> StepResults:
         """Where rows are kept, as far as it was not told yet."""
-        return self._tiers.kept() if self._tiers is not None else RanksReport()
+        results = StepResults()
+        if self._tiers is not None:
+            self._tiers.report_kept(results)
+        return results
 
     def sleep(self) -> None:
         """The arena's memory goes away: offers are withdrawn, pulls end, rows elsewhere stay."""
@@ -144,12 +144,12 @@ class WorkerSide:
             with self._lock:
                 if self._tiers is not None:
                     self._tiers.finish()
-                results = [part.report() for part in self._movers]
                 for part in reversed(self._movers):
+                    part.report(self._results)
                     part.close()
                 self.agent.settle()
-                results += [part.report() for part in self._movers]
-                self._before_sleep = reduce(StepResults.joined, results, self._before_sleep)
+                for part in self._movers:
+                    part.report(self._results)
                 self._movers = []
 
     def wake(self) -> None:
@@ -214,9 +214,9 @@ class WorkerSide:
         with self._lock:
             self._news.clear()
             self.agent.settle()
-            before, self._before_sleep = self._before_sleep, NOTHING
-            reports = [part.report() for part in self.parts]
-            results = reduce(StepResults.joined, reports, before)
+            for part in self.parts:
+                part.report(self._results)
+            results, self._results = self._results, StepResults()
         self._has_just_told = bool(results.received)
         return results
 

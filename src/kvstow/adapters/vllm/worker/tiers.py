@@ -21,7 +21,6 @@ from kvstow.adapters.vllm.protocol import (
     KeysPresent,
     LoadBlocks,
     LookUpKeys,
-    RanksReport,
     StepOrders,
     StepResults,
     StoreBlocks,
@@ -262,7 +261,7 @@ class WorkerTiers(RankPart):
         self._poll()
         return bool(self._answers) or any(job.is_over for job in self._loads)
 
-    def report(self) -> StepResults:
+    def report(self, results: StepResults) -> None:
         """What has come of jobs and look-ups since the last time, and where rows are now."""
         self._poll()
         stored, self._stores = _parted(self._stores)
@@ -271,22 +270,20 @@ class WorkerTiers(RankPart):
         loaded, self._loads = _parted(self._loads)
         lost = {_request(job) for job in loaded if not self._is_restored(job)}
         self._note_reasons()
-        answers = [self._answers.popleft() for _ in range(len(self._answers))]
-        return StepResults(
-            received=frozenset(map(_request, loaded)),
-            failed=frozenset(lost),
-            report=RanksReport(
-                present={answer.request: answer for answer in answers},
-                kept=self.kept().kept,
-                stored={job.order.job: 1 for job in stored if isinstance(job.order, StoreBlocks)},
-                changes=self._changes(),
-            ),
-        )
+        results.received |= set(map(_request, loaded))
+        results.failed |= lost
+        results.stored.update(job.order.job for job in stored if isinstance(job.order, StoreBlocks))
+        results.changes += self._changes()
+        for _ in range(len(self._answers)):
+            answer = self._answers.popleft()
+            results.present[answer.request] = answer
+        self.report_kept(results)
 
-    def kept(self) -> RanksReport:
+    def report_kept(self, results: StepResults) -> None:
         """Where rows are kept, as far as it was not told yet."""
         kept = self._kept.changes()
-        return RanksReport(kept={self._name: kept}) if kept else RanksReport()
+        if kept:
+            results.kept[self._name] = kept
 
     def finish(self) -> None:
         """Wait for all that has begun: nothing of it reads or writes the arena any more."""

@@ -1,21 +1,94 @@
-"""Rows on their way to the tiers: held, in turn, within a bandwidth, never twice.
+"""Blocks that the engine gives to nobody: one more reference in its pool keeps them.
 
-added     the engine's block is held, so that nobody writes to it
-taken     one job per step for the workers, as much as the limits allow
-stored    every rank has ended the job: the block is the engine's alone again
+Failed pulls that somebody may still write to. A prefill that hangs while it writes may go on at any
+later time; its request is computed in other blocks.
+
+    a rank tells of them     one more reference, before the engine lets go of its own: vLLM frees
+                             the blocks of a load when it has taken in the same step's results
+    a rank tells: quiet      one less; a block that no rank holds is the engine's again
+
+They hold nothing that the engine's prefix cache could find: a load enters it when it succeeds.
+
+Rows on their way to the tiers: held, in turn, within a bandwidth, never twice.
+
+    added     the engine's block is held, so that nobody writes to it
+    taken     one job per step for the workers, as much as the limits allow
+    stored    every rank has ended the job: the block is the engine's alone again
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstow.adapters.vllm.protocol import KeyedBlocks, StoreBlocks
-from kvstow.adapters.vllm.scheduler.block_holds import BlockHolds
+from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.engine import BlockPool
+from kvstow.adapters.vllm.protocol import Hold, KeyedBlocks, StepResults, StoreBlocks
 
 MAX_BYTES_UNDER_WAY = 4 << 30
 """Bytes of one rank that the workers may be given before they have told of earlier ones. They tell
 once per step, and a step of 8,192 tokens of a model of 8 B fills 1 GiB."""
+
+
+class BlockHolds:
+    """vLLM's block pool: a block is held by one more reference."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Nobody is given these blocks until they are released."""
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
+    def is_last(self, block: int) -> bool:
+        """Whether a held block is free once it is released: nobody else has it."""
+        return self._pool.blocks[block].ref_cnt == 1
+
+
+class HeldPulls:
+    """What the ranks hold, each for itself. Without a `pool` nothing can be held."""
+
+    def __init__(self, counts: EngineCounts) -> None:
+        self.pool: BlockHolds | None = None
+        self._counts = counts
+        self._holds: dict[Hold, tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        """Pulls of ranks that are not quiet."""
+        return len(self._holds)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that some rank holds."""
+        return len({block for blocks in self._holds.values() for block in blocks})
+
+    def apply(self, results: StepResults) -> None:
+        """Some ranks hold blocks from now on; others let go of theirs."""
+        before = self.num_blocks
+        self._hold(results.held)
+        between = self.num_blocks
+        self._release(results.released)
+        for what, count in (
+            ("held blocks", between - before),
+            ("released blocks", between - self.num_blocks),
+        ):
+            if count:
+                self._counts[what] += count
+
+    def _hold(self, held: Mapping[Hold, tuple[int, ...]]) -> None:
+        for hold, blocks in held.items():
+            assert self.pool is not None, "a pull was held, and there is no pool"
+            assert hold not in self._holds, f"{hold} is held already"
+            self.pool.hold(blocks)
+            self._holds[hold] = blocks
+
+    def _release(self, released: Sequence[Hold]) -> None:
+        for hold in released:
+            assert self.pool is not None
+            self.pool.release(self._holds.pop(hold))
 
 
 @dataclass(frozen=True, slots=True)
