@@ -18,6 +18,7 @@ import os
 import sys
 
 sys.path[0] = os.path.dirname(sys.path[0])  # for bench.machine
+sys.path.append(os.path.join(sys.path[0], "tests"))  # for servers
 
 import argparse
 import asyncio
@@ -39,7 +40,7 @@ from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.spec import LayerSpec
-from kvstow.testing.servers import ACCESS_KEY, SECRET_KEY, Mooncake, Seaweed, ServerProcess, Valkey
+from servers import ACCESS_KEY, SECRET_KEY, Mooncake, Seaweed, ServerProcess, Valkey
 
 SERVERS: dict[str, type[ServerProcess]] = {"s3": Seaweed, "redis": Valkey, "mooncake": Mooncake}
 OPTIONS = RemoteOptions(budget=60.0, load=120.0, queue=1 << 30)

@@ -33,12 +33,11 @@ def main() -> None:
         found[name] = one
         print(f"{name}: {one['ratio_to_raw']:.2f} of raw NIXL, {one['ratio_to_per_layer']:.2f} "
               f"times per-layer pieces, {one['ratio_to_per_layer_built']:.2f} if listed per "
-              f"request, {one['ratio_to_per_layer_by_threads']:.2f} and "
-              f"{one['ratio_to_per_layer_built_by_threads']:.2f} if NIXL has "
+              f"request, {one['ratio_to_per_layer_by_threads']:.2f} if NIXL has "
               f"{one['engine_threads']} threads, "
               f"{one['overhead_us_per_pull']:.0f} µs of our own, sample costs "
               f"{100 * one['digest_sample_cost']:.1f} %, contact "
-              f"{one['contact_million_rows_ms']:.0f} ms, {one['direction']}")  # fmt: skip
+              f"{one['contact_ms']:.1f} ms, {one['direction']}")  # fmt: skip
     write(options.json, found)
 
 

@@ -11,7 +11,7 @@ from kvstow.adapters.chunks import MOST_SIZES, ChunkStore, chunk_name
 from kvstow.errors import KvstowError, StoreError
 from kvstow.offload.tier import TierChain
 from kvstow.plan.identity import Identity
-from kvstow.testing.servers import Valkey
+from servers import Valkey
 
 MODEL = Identity(model="m", weights="ab" * 16)
 OTHER = Identity(model="m", weights="cd" * 16)

@@ -13,8 +13,8 @@ import torch
 from kvstow.adapters.transformers import ModelMemory
 from kvstow.adapters.transformers.cache import Cache
 from kvstow.offload.store import Store
-from kvstow.testing.servers import Mooncake, Seaweed, Valkey, free_ports
 from kvstow.testing.tiny_models import tiny_model
+from servers import Mooncake, Seaweed, Valkey, free_ports
 
 SCRIPT = Path(__file__).parent.parent / "remote_engine.py"
 PROMPT = [(7 * i * i + 3 * i) % 97 + 1 for i in range(100)]

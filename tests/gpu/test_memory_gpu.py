@@ -21,7 +21,7 @@ from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
 from kvstow.route.route import plan_route
 from kvstow.testing.attention import check_attention
-from kvstow.testing.patterns import pattern
+from patterns import pattern
 
 DEVICE = "cuda:0"
 FULL = Full()

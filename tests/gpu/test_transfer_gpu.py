@@ -21,7 +21,7 @@ from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
-from kvstow.testing.patterns import CANARY, fill_canaries, fill_request, wrong_values
+from patterns import CANARY, fill_canaries, fill_request, wrong_values
 
 DEVICE = os.environ.get("KVSTOW_TEST_DEVICE", "cuda:0")
 SLOT_BYTES = 8192

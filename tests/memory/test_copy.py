@@ -19,7 +19,7 @@ from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Window
 from kvstow.route.copies import Copies
 from kvstow.route.route import plan_route
-from kvstow.testing.patterns import fill, pattern
+from patterns import fill, pattern
 from planning import attention
 
 

@@ -15,7 +15,7 @@ import torch
 from serving import Launch, Server, running
 from test_tensor_parallel import CONFIG
 
-from kvstow.testing.servers import Mooncake, Seaweed
+from servers import Mooncake, Seaweed
 from waiting import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]

@@ -1,18 +1,14 @@
-"""For tests of kvstow, and of engines that build on it.
+"""For tests of engines that build on kvstow: conformance of kernels, failing files, tiny models.
 
 attention    does an attention kernel honour the strides of packed rows?
 cache_writes does a cache-writing kernel?
-strides      what both are tried on: placements that differ in one stride
-layouts      hypothesis strategies for layouts (needs hypothesis)
-patterns     content that names its place
-poison       freed rows that read as not-a-number
+strides      what both are tried on, and what is reported
 faulty       files that fail, tear and flip bits on purpose
 tiny_models  models of every family with random weights (needs transformers)
-servers      SeaweedFS, Valkey and Mooncake as processes of our own
 measure      what `kvstow bench` measures
 
-Names below are imported when they are first used, so that this package needs neither hypothesis
-nor transformers.
+Names below are imported when they are first used, so that this package needs neither torch nor
+transformers.
 
 >>> import kvstow.testing
 >>> kvstow.testing.check_attention.__module__
@@ -23,47 +19,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvstow.testing.attention import (
-        AttentionReport,
-        check_attention,
-        check_in_place,
-        check_latent_attention,
-    )
-    from kvstow.testing.cache_writes import WriteReport, check_cache_write
+    from kvstow.testing.attention import check_attention, check_in_place, check_latent_attention
+    from kvstow.testing.cache_writes import check_cache_write
     from kvstow.testing.faulty import FaultyFiles
-    from kvstow.testing.patterns import block_contents, fill, pattern
-    from kvstow.testing.poison import Poison, check_reads
+    from kvstow.testing.strides import KernelReport
     from kvstow.testing.tiny_models import tiny_model
 
 __all__ = [
-    "AttentionReport",
     "FaultyFiles",
-    "Poison",
-    "WriteReport",
-    "block_contents",
+    "KernelReport",
     "check_attention",
     "check_cache_write",
     "check_in_place",
     "check_latent_attention",
-    "check_reads",
-    "fill",
-    "pattern",
     "tiny_model",
 ]
 
 _MODULES = {
-    "AttentionReport": "attention",
     "FaultyFiles": "faulty",
-    "Poison": "poison",
-    "WriteReport": "cache_writes",
-    "block_contents": "patterns",
+    "KernelReport": "strides",
     "check_attention": "attention",
     "check_cache_write": "cache_writes",
     "check_in_place": "attention",
     "check_latent_attention": "attention",
-    "check_reads": "poison",
-    "fill": "patterns",
-    "pattern": "patterns",
     "tiny_model": "tiny_models",
 }
 

@@ -13,8 +13,6 @@ in the block table is 0, the null block.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import nan
-from typing import cast
 
 import numpy as np
 import torch
@@ -26,7 +24,10 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.spec import DType
 from kvstow.plan.view import ceil_div
 from kvstow.testing.strides import (
+    KERNEL_ERRORS,
     TOLERANCE,
+    KernelCheck,
+    KernelReport,
     check_callable,
     element_of,
     shapes,
@@ -49,55 +50,6 @@ one latent, scores are scaled by `dim ** -0.5`, and values are the latent's part
 _FP8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrideCheck:
-    """What happened with one placement of one layer's pages."""
-
-    layer: str
-    name: str
-    error: float
-    tolerance: float
-    wrote: bool
-    refused: str = ""
-
-    @property
-    def honoured(self) -> bool:
-        return not self.refused and not self.wrote and self.error <= self.tolerance
-
-    def __str__(self) -> str:
-        verdict = "honoured" if self.honoured else "refused" if self.refused else "NOT HONOURED"
-        why = self.refused or f"error {self.error:.1e}" + (", wrote to the cache" * self.wrote)
-        return f"{self.layer}  {self.name:<20} {verdict:<12} {why}"
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionReport:
-    """What a kernel honours.
-
-    `needs_clean_tail`: the kernel multiplies unfilled slots of a sequence's last block by zero,
-    so not-a-number there reaches its result. Rows that pass between groups must be zeroed for
-    such a kernel.
-    """
-
-    checks: tuple[StrideCheck, ...]
-    needs_clean_tail: bool
-
-    @property
-    def ok(self) -> bool:
-        return all(check.honoured for check in self.checks)
-
-    @property
-    def broken(self) -> tuple[str, ...]:
-        """Names of the placements that failed, each once."""
-        return tuple(dict.fromkeys(check.name for check in self.checks if not check.honoured))
-
-    def __str__(self) -> str:
-        tail = (
-            "unfilled slots must be zeroed" if self.needs_clean_tail else "unfilled slots are safe"
-        )
-        return "\n".join([*map(str, self.checks), tail])
-
-
 def check_attention(
     attention: PagedAttention,
     layout: Layout,
@@ -105,7 +57,7 @@ def check_attention(
     device: str | torch.device = "cpu",
     query_groups: int = 2,
     seed: int = 0,
-) -> AttentionReport:
+) -> KernelReport:
     """Run a kernel on the layout itself, and on placements that differ in one stride each.
 
     Looks at one layer of each shape that has fields `k` and `v` with one axis.
@@ -113,7 +65,7 @@ def check_attention(
     called so or returns something else, and for a layout that is too small to tell.
     """
     trial = _Trial(attention, _KEYS_AND_VALUES, torch.device(device), query_groups, seed)
-    return _checked(trial, layout)
+    return trial.report(layout, with_variants=True)
 
 
 def check_latent_attention(
@@ -123,23 +75,10 @@ def check_latent_attention(
     device: str | torch.device = "cpu",
     query_heads: int = 4,
     seed: int = 0,
-) -> AttentionReport:
+) -> KernelReport:
     """`check_attention` for MLA: layers with fields `latent` and `rope` of one element type."""
     trial = _Trial(attention, _LATENTS, torch.device(device), query_heads, seed)
-    return _checked(trial, layout)
-
-
-def _checked(trial: "_Trial", layout: Layout) -> AttentionReport:
-    checks: list[StrideCheck] = []
-    dirty = False
-    for name in shapes(layout, trial.subject.fields):
-        variants = stride_variants(layout.layers[name][1])
-        checks.append(trial.check(layout, name, "the layout itself", tail=1.0))
-        checks += [trial.check(placed, name, which, tail=1.0) for which, placed in variants]
-        if checks[-len(variants)].honoured:
-            tail = trial.check(variants[0][1], name, "unfilled slots", tail=float("nan"))
-            dirty = dirty or not tail.honoured
-    return AttentionReport(tuple(checks), dirty)
+    return trial.report(layout, with_variants=True)
 
 
 def check_in_place(
@@ -149,17 +88,10 @@ def check_in_place(
     device: str | torch.device = "cpu",
     query_groups: int = 2,
     seed: int = 0,
-) -> AttentionReport:
+) -> KernelReport:
     """Run a kernel on the layout itself alone: right or wrong there, not why."""
     trial = _Trial(attention, _KEYS_AND_VALUES, torch.device(device), query_groups, seed)
-    names = shapes(layout, trial.subject.fields)
-    checks = [trial.check(layout, name, "the layout itself", tail=1.0) for name in names]
-    tails = [
-        trial.check(layout, name, "unfilled slots", tail=float("nan"))
-        for name, check in zip(names, checks, strict=True)
-        if check.honoured
-    ]
-    return AttentionReport(tuple(checks), any(not tail.honoured for tail in tails))
+    return trial.report(layout, with_variants=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +124,23 @@ class _Trial:
     query_groups: int
     seed: int
 
-    def check(self, layout: Layout, layer: str, name: str, *, tail: float) -> StrideCheck:
+    def report(self, layout: Layout, *, with_variants: bool) -> KernelReport:
+        """Try the kernel on one layer of each shape; where it is right, with not-a-number in
+        unfilled slots as well."""
+        checks: list[KernelCheck] = []
+        needs_clean_tail = False
+        for layer in shapes(layout, self.subject.fields):
+            variants = stride_variants(layout.layers[layer][1]) if with_variants else []
+            placed = {"the layout itself": layout, **dict(variants)}
+            right = {name: self.check(each, layer, name) for name, each in placed.items()}
+            checks += right.values()
+            plain = "compact" if with_variants else "the layout itself"
+            if right[plain].is_right:
+                dirty = self.check(placed[plain], layer, "unfilled slots", tail=float("nan"))
+                needs_clean_tail = needs_clean_tail or not dirty.is_right
+        return KernelReport(tuple(checks), needs_clean_tail)
+
+    def check(self, layout: Layout, layer: str, name: str, *, tail: float = 1.0) -> KernelCheck:
         """Fill a poisoned arena with random sequences and run the kernel once."""
         group, spec, _ = layout.layers[layer]
         dtype, window = element_of(spec, self.subject.fields), window_of(spec)
@@ -212,49 +160,35 @@ class _Trial:
             query = torch.as_tensor(rng.standard_normal(shape))
             query = query.to(torch.bfloat16 if dtype in _FP8 else TORCH_TYPES[dtype])
             before = arena.bytes.clone()
-            wanted = reference(query, keys, values, lengths, window)
-            result = self._run(query, arena, layer, (lengths, table), wanted.shape, named)
+            expected = reference(query, keys, values, lengths, window)
+            try:
+                returned = self.attention(
+                    query.to(self.device),
+                    *self.subject.views(arena, layer),
+                    torch.as_tensor(table, dtype=torch.int32, device=self.device),
+                    torch.as_tensor(lengths, dtype=torch.int32, device=self.device),
+                    **named,
+                )
+            except KERNEL_ERRORS as problem:
+                why = f"{type(problem).__name__}: {problem}"
+                return KernelCheck(layer, name, why, is_refused=True)
             wrote = not torch.equal(before, arena.bytes)
-        if isinstance(result, str):
-            return StrideCheck(
-                layer=layer, name=name, error=nan, tolerance=0.0, wrote=wrote, refused=result
-            )
-        off, size = (result - wanted).square().sum(), wanted.square().sum()
-        error = float((off / size).sqrt())
-        return StrideCheck(
-            layer=layer, name=name, error=error, tolerance=TOLERANCE[dtype], wrote=wrote
-        )
+        error = _difference(returned, expected)
+        result = f"error {error:.1e}" + (", wrote to the cache" * wrote)
+        return KernelCheck(layer, name, result, is_right=not wrote and error <= TOLERANCE[dtype])
 
-    def _run(
-        self,
-        query: torch.Tensor,
-        arena: Arena,
-        layer: str,
-        requests: "Requests",
-        shape: torch.Size,
-        named: dict[str, int],
-    ) -> torch.Tensor | str:
-        """The kernel's result in float64 on the host, or why it refused the layout."""
-        lengths, table = requests
-        try:
-            returned = self.attention(
-                query.to(self.device),
-                *self.subject.views(arena, layer),
-                torch.as_tensor(table, dtype=torch.int32, device=self.device),
-                torch.as_tensor(lengths, dtype=torch.int32, device=self.device),
-                **named,
-            )
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            return f"{type(error).__name__}: {error}"
-        result = cast("object", returned)  # a kernel may return what its type does not say
-        if not isinstance(result, torch.Tensor):
-            raise SpecError(f"the kernel returned {type(result).__name__}, not a tensor")
-        if result.shape != shape:
-            raise SpecError(
-                f"the kernel returned shape {tuple(result.shape)}, not {tuple(shape)}"
-                "\n\nhint: one row per sequence and query head"
-            )
-        return result.detach().to("cpu", torch.float64)
+
+def _difference(returned: object, expected: torch.Tensor) -> float:
+    """‖result − reference‖ / ‖reference‖; SpecError for something of another shape."""
+    if not isinstance(returned, torch.Tensor):
+        raise SpecError(f"the kernel returned {type(returned).__name__}, not a tensor")
+    if returned.shape != expected.shape:
+        raise SpecError(
+            f"the kernel returned shape {tuple(returned.shape)}, not {tuple(expected.shape)}"
+            "\n\nhint: one row per sequence and query head"
+        )
+    off = returned.detach().to("cpu", torch.float64) - expected
+    return float((off.square().sum() / expected.square().sum()).sqrt())
 
 
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]

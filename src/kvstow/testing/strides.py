@@ -1,8 +1,9 @@
-"""What kernels are tried on: one layer of each shape, and placements that differ in one stride."""
+"""What kernels are tried on, one layer of each shape in placements that differ in one stride; and
+what is reported of them."""
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvstow.errors import SpecError
 from kvstow.plan.group import Group
@@ -20,6 +21,54 @@ TOLERANCE = {
     DType.FLOAT8_E5M2: 2e-2,
 }
 """Largest ‖result − reference‖ / ‖reference‖ by element type. Queries of fp8 are bfloat16."""
+
+KERNEL_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError)
+"""By these a kernel refuses a layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCheck:
+    """What happened with one placement of one layer's pages."""
+
+    layer: str
+    name: str
+    result: str
+    """The error that was measured, or the kernel's own words where it refused."""
+    is_right: bool = False
+    is_refused: bool = False
+
+    def __str__(self) -> str:
+        verdict = "honoured" if self.is_right else "refused" if self.is_refused else "NOT HONOURED"
+        return f"{self.layer}  {self.name:<20} {verdict:<12} {self.result}"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """What a kernel honours.
+
+    `needs_clean_tail`, of kernels that read: the kernel multiplies unfilled slots of a sequence's
+    last block by zero, so not-a-number there reaches its result. Rows that pass between groups
+    must be zeroed for such a kernel.
+    """
+
+    checks: tuple[KernelCheck, ...]
+    needs_clean_tail: bool | None = None
+
+    @property
+    def ok(self) -> bool:
+        return all(check.is_right for check in self.checks)
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """Names of the placements that failed, each once."""
+        return tuple(dict.fromkeys(check.name for check in self.checks if not check.is_right))
+
+    def __str__(self) -> str:
+        lines = [str(check) for check in self.checks]
+        if self.needs_clean_tail is not None:
+            tail = "must be zeroed" if self.needs_clean_tail else "are safe"
+            lines.append(f"unfilled slots {tail}")
+        return "\n".join(lines)
 
 
 def shapes(layout: Layout, fields: Sequence[str]) -> list[str]:
@@ -82,16 +131,14 @@ def stride_variants(spec: LayerSpec) -> list[tuple[str, Layout]]:
     gap = align_up(3 * cell, 16 * spec.unit)
     plain = Placement(0, heads * states * cell, states * cell, cell)
     piece, line = states * cell + gap, heads * cell + gap
-    return [
-        ("compact", _single(spec, "LBHNC", plain)),
-        ("offset", _single(spec, "LBHNC", replace(plain, offset=gap))),
-        (
-            "block stride",
-            _single(spec, "LBHNC", replace(plain, block_stride=plain.block_stride + gap)),
-        ),
-        ("head stride", _single(spec, "LBHNC", Placement(0, heads * piece, piece, cell))),
-        ("token stride", _single(spec, "LBNHC", Placement(0, states * line, cell, line))),
-    ]
+    placements: dict[str, tuple[Order, Placement]] = {
+        "compact": ("LBHNC", plain),
+        "offset": ("LBHNC", replace(plain, offset=gap)),
+        "block stride": ("LBHNC", replace(plain, block_stride=plain.block_stride + gap)),
+        "head stride": ("LBHNC", Placement(0, heads * piece, piece, cell)),
+        "token stride": ("LBNHC", Placement(0, states * line, cell, line)),
+    }
+    return [(name, _single(spec, *placed)) for name, placed in placements.items()]
 
 
 def _single(spec: LayerSpec, order: Order, place: Placement) -> Layout:

@@ -1,5 +1,3 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
 """Tiny models with random weights, one per family: real architectures, seconds on a CPU.
 
 The windows and kernels are small enough that a few dozen tokens reach every branch.
@@ -202,11 +200,13 @@ def tiny_model(family: str, *, seed: int = 0) -> "PreTrainedModel":
     if family not in FAMILIES:
         raise ModelError(f"no tiny {family!r}\n\nhint: one of {', '.join(FAMILIES)}")
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    given = {"model_type": family} | _COMMON | FAMILIES[family]
-    config = AutoConfig.for_model(**given)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    random: Any = torch.random
+    library: Any = transformers  # some of its functions have no types
+    settings = {"model_type": family} | _COMMON | FAMILIES[family]
+    config = library.AutoConfig.for_model(**settings)
+    with random.fork_rng():
+        random.manual_seed(seed)
+        model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()

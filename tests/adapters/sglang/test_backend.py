@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kvstow.errors import ModelError, PlanError, SpecError, StoreError
-from kvstow.testing.servers import Mooncake, Seaweed, Valkey
+from servers import Mooncake, Seaweed, Valkey
 
 if find_spec("sglang"):  # without SGLang these tests are collected, and not run
     import sglang_engine as sgl

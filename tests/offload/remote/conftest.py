@@ -4,7 +4,7 @@ from uuid import uuid4
 
 import pytest
 
-from kvstow.testing.servers import Mooncake, Seaweed, Valkey
+from servers import Mooncake, Seaweed, Valkey
 
 
 @pytest.fixture(scope="session")

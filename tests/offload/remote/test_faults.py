@@ -16,9 +16,9 @@ from kvstow.offload.remote.objects import RowObjects
 from kvstow.offload.remote.tier import RemoteTier, _Room
 from kvstow.offload.remote.url import RemoteOptions, opened
 from kvstow.offload.store import Store
-from kvstow.testing.servers import Mooncake, Seaweed, Valkey
 from offloading import IDENTITY, numbered_row
 from remote_stores import PROMPT, TOKENS, blocks_of, check, filled, layout_of
+from servers import Mooncake, Seaweed, Valkey
 from waiting import wait_for
 
 KEYS = block_keys(IDENTITY, PROMPT, 4)

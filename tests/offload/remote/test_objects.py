@@ -15,9 +15,8 @@ from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.objects import BadObject
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import Site, packed
-from kvstow.testing.layouts import layouts
 from offloading import IDENTITY, random_rows
-from planning import attention
+from planning import attention, layouts
 from remote_stores import layout_of
 
 KEY = bytes(range(32))

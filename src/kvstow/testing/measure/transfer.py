@@ -6,7 +6,7 @@
     sampled     … with a sample of the digest compared
     prepared    the same bytes as pieces of per-layer tensors, picked from prepared lists
     built       … from lists made for the request
-    prepared by threads, built by threads
+    prepared by threads
                 … by a NIXL agent that has threads of its own, as engines give it; on a host
 
 Each is repeated, in turns, and the best of each counts; of what a sample costs, the ratio of
@@ -20,7 +20,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from kvstow.testing.measure.baseline import Baseline
@@ -38,10 +37,7 @@ __all__ = ["Setting", "measured"]
 ENGINE_THREADS = 4
 """What vLLM's connector gives its NIXL agent."""
 
-CONTACTS = 3
-
-MILLION = Setting(rows=1_000_000, layers=1, piece=128)
-"""A layout whose contact is timed; 256 bytes a row."""
+BY_THREADS = "prepared by threads"
 
 
 class TransferRun:
@@ -148,20 +144,12 @@ class Times:
 
     def __init__(self, run: TransferRun) -> None:
         self._run = run
-        self._baseline = run.baseline(run.transport)
-        self._alone = {
-            "raw": self._baseline.raw,
-            "prepared": self._baseline.prepared,
-            "built": self._baseline.built,
-        }
+        alone = run.baseline(run.transport)
+        self._alone = {"raw": alone.raw, "prepared": alone.prepared, "built": alone.built}
         self._threaded: TimedNixl | None = None
         if run.setting.device == "cpu":
             self._threaded = run.threaded()
-            by_threads = run.baseline(self._threaded)
-            self._alone |= {
-                "prepared by threads": by_threads.prepared,
-                "built by threads": by_threads.built,
-            }
+            self._alone[BY_THREADS] = run.baseline(self._threaded).prepared
         names = (*self._alone, "contiguous", "rows", "sampled")
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
         self.own: list[float] = []
@@ -194,8 +182,6 @@ def measured(
     progress: Callable[[int], None] = lambda round: None,
 ) -> dict[str, Any]:
     """The figures, as a document; `progress` hears of each round that begins, from 0."""
-    million = replace(MILLION, device=setting.device)
-    contact_ms, connect_ms = contact_times(million, min(CONTACTS, setting.repeats))
     with producing(setting) as producer:
         run = TransferRun(setting, producer, direction)
         times = Times(run)
@@ -204,12 +190,11 @@ def measured(
             times.repeat()
         times.close()
         run.close()
-    contact = {"contact_million_rows_ms": contact_ms, "contact_million_rows_nixl_ms": connect_ms}
-    return {**_figures(run, times), **contact}
+    return _figures(run, times)
 
 
 def _figures(run: TransferRun, times: Times) -> dict[str, Any]:
-    """What was measured but for first contact with a large layout; the first round is left out."""
+    """What was measured; the first round is left out."""
     setting = run.setting
     best, typical = (
         {name: of(each[1:]) for name, each in times.seconds.items()}
@@ -219,8 +204,9 @@ def _figures(run: TransferRun, times: Times) -> dict[str, Any]:
         "ratio_to_raw": best["raw"] / best["rows"],
         "ratio_to_per_layer": best["prepared"] / best["rows"],
         "ratio_to_per_layer_built": best["built"] / best["rows"],
-        "ratio_to_per_layer_by_threads": _over(best, "prepared by threads"),
-        "ratio_to_per_layer_built_by_threads": _over(best, "built by threads"),
+        "ratio_to_per_layer_by_threads": (
+            best[BY_THREADS] / best["rows"] if BY_THREADS in best else None
+        ),
         "engine_threads": ENGINE_THREADS,
         "overhead_us_per_pull": 1e6 * min(times.own[1:]),
         "producer_us_per_pull": 1e6 * min(times.producer_own[1:]),
@@ -245,11 +231,6 @@ def _figures(run: TransferRun, times: Times) -> dict[str, Any]:
     }
 
 
-def _over(best: dict[str, float], name: str) -> float | None:
-    """How much faster rows are, where that was measured."""
-    return best[name] / best["rows"] if name in best else None
-
-
 def _descriptors(name: str, run: TransferRun) -> int:
     match name:
         case "raw":
@@ -260,18 +241,6 @@ def _descriptors(name: str, run: TransferRun) -> int:
             return run.descriptors["scattered"]
         case _:
             return 2 * run.setting.layers * run.setting.rows
-
-
-def contact_times(setting: Setting, contacts: int) -> tuple[float, float]:
-    """Milliseconds from hello to a measured path, NIXL's connecting left out, and NIXL's; of
-    so many contacts, each between fresh processes, the best."""
-    times: list[tuple[float, float]] = []
-    for _ in range(contacts):
-        with producing(setting) as producer:
-            run = TransferRun(setting, producer, None)
-            run.close()
-        times.append((run.contact_ms, run.connect_ms))
-    return min(times)
 
 
 def machine(device: str) -> str:

@@ -24,7 +24,6 @@ from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.adapters.vllm.worker.offers import OfferSender
 from kvstow.cli import app
 from kvstow.errors import StoreError
-from kvstow.testing.servers import Valkey, free_ports
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric
 from pretended_engine import (
@@ -37,6 +36,7 @@ from pretended_engine import (
     declaration,
 )
 from recorded_vllm import IDENTITY
+from servers import Valkey, free_ports
 from waiting import wait_for
 
 SETTINGS = ConnectorOptions(digest="always", lease_seconds=60, transfer_seconds=20)

@@ -31,9 +31,9 @@ from kvstow.adapters.vllm.scheduler.source import OrderBook
 from kvstow.adapters.vllm.worker.tiers import WorkerTiers
 from kvstow.memory.arena import Arena
 from kvstow.offload.host.shared import remove
-from kvstow.testing.servers import Valkey
 from pretended_engine import RecallAlone
 from recorded_vllm import IDENTITY, Pool, hybrid, one_group
+from servers import Valkey
 
 PROMPT = list(range(500, 518))
 """18 tokens: four whole blocks, and half of one."""

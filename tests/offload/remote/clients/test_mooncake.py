@@ -10,9 +10,9 @@ from kvstow.offload.keys import block_keys
 from kvstow.offload.remote.clients.base import NO_ROOM, Blob, whole_objects
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.remote.url import RemoteOptions, opened
-from kvstow.testing.servers import Mooncake
 from offloading import IDENTITY, numbered_row
 from remote_stores import PROMPT, layout_of, ranges_of
+from servers import Mooncake
 
 pytestmark = pytest.mark.remote
 

@@ -16,8 +16,8 @@ import pytest
 from kvstow.offload.remote.clients.base import THERE, Blob, StoreUnreachable, whole_objects
 from kvstow.offload.remote.clients.redis import RedisClient
 from kvstow.offload.remote.url import opened
-from kvstow.testing.servers import Valkey
 from remote_stores import ranges_of
+from servers import Valkey
 from waiting import wait_for
 
 

@@ -35,15 +35,6 @@ def _wait(arena: Arena) -> None:
         torch.cuda.synchronize(arena.device)
 
 
-def block_contents(arena: Arena, group: int, blocks: Blocks) -> list[bytes]:
-    """What the blocks of a host arena hold, run by run."""
-    memory = arena.bytes.numpy()
-    return [
-        b"".join(memory[run.offset : run.end].tobytes() for run in arena.layout.runs(group, block))
-        for block in blocks.ids.tolist()
-    ]
-
-
 # ── contents of a request, in any layout ──────────────────────────────────────────────────
 
 
