@@ -7,13 +7,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from faulty import Fails, FaultyFiles
 from kvstow.blocks.pool import Pool
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.copies.mover import Limits, Mover
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
-from kvstow.testing.faulty import Fails, FaultyFiles
 from offloading import hybrid
 
 LAYOUT = hybrid(num_slabs=260)

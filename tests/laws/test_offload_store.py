@@ -15,9 +15,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from faulty import Fails, FaultyFiles, Flips, Tears
 from kvstow.errors import StoreError
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.testing.faulty import Fails, FaultyFiles, Flips, Tears
 from offloading import hybrid, row_files
 
 NUMBERS = st.lists(st.integers(0, 60), min_size=1, max_size=25, unique=True)

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from greenlet import getcurrent, greenlet
 
+from faulty import Fails, Fault, FaultyFiles, Flips, Tears, Unsynced
 from kvstow.offload.copies.jobs import MoverJob
 from kvstow.offload.copies.mover import Limits, Mover
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.tier import Tier
 from kvstow.plan.layout import Layout
-from kvstow.testing.faulty import Fails, Fault, FaultyFiles, Flips, Tears, Unsynced
 from schedules.rows import Claim
 from schedules.truth import Ints, Request, Shape, layout_of, places_in, truth
 

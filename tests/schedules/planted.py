@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+from faulty import FaultyFiles
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
@@ -23,7 +24,6 @@ from kvstow.offload.disk.tree import Writers
 from kvstow.route import route as routes
 from kvstow.route import sources as route_sources
 from kvstow.route.blocks import block_span
-from kvstow.testing.faulty import FaultyFiles
 from kvstow.transfer import agent, pull, pulls, serve, source
 from kvstow.transfer.channel.messages import Begun, Failed
 from kvstow.transfer.fence import Fence, MappedFence

@@ -1,9 +1,8 @@
-"""For tests of engines that build on kvstow: conformance of kernels, failing files, tiny models.
+"""For tests of engines that build on kvstow: conformance of kernels, and tiny models.
 
 attention    does an attention kernel honour the strides of packed rows?
 cache_writes does a cache-writing kernel?
 strides      what both are tried on, and what is reported
-faulty       files that fail, tear and flip bits on purpose
 tiny_models  models of every family with random weights (needs transformers)
 measure      what `kvstow bench` measures
 
@@ -21,12 +20,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvstow.testing.attention import check_attention, check_in_place, check_latent_attention
     from kvstow.testing.cache_writes import check_cache_write
-    from kvstow.testing.faulty import FaultyFiles
     from kvstow.testing.strides import KernelReport
     from kvstow.testing.tiny_models import tiny_model
 
 __all__ = [
-    "FaultyFiles",
     "KernelReport",
     "check_attention",
     "check_cache_write",
@@ -36,7 +33,6 @@ __all__ = [
 ]
 
 _MODULES = {
-    "FaultyFiles": "faulty",
     "KernelReport": "strides",
     "check_attention": "attention",
     "check_cache_write": "cache_writes",

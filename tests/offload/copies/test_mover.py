@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from faulty import Fails, FaultyFiles
 from kvstow.blocks.pool import Pool
 from kvstow.errors import BlockError, OutOfBlocks, StoreError
 from kvstow.memory.arena import Arena
@@ -14,7 +15,6 @@ from kvstow.offload.copies.mover import Limits, Mover
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.tier import Counts, TierChain, Usage
-from kvstow.testing.faulty import Fails, FaultyFiles
 from offloading import IDENTITY, hybrid, key, row_bytes
 from waiting import wait_for
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from faulty import FaultyFiles
 from kvstow.errors import StoreError
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.testing.faulty import FaultyFiles
 from offloading import hybrid, row_files
 from offloading import numbered_key as key
 from offloading import numbered_row as row

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from faulty import FaultyFiles
 from kvstow.errors import StoreError
 from kvstow.offload.disk.inspect import survey, verify
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.testing.faulty import FaultyFiles
 from offloading import hybrid, numbered_key, numbered_row, row_files
 
 MIB = 1 << 20

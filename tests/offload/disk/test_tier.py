@@ -5,13 +5,13 @@ import time
 import numpy as np
 import pytest
 
+from faulty import Fails, FaultyFiles
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.disk.tier import FILE_BYTES, DiskTier
 from kvstow.offload.rows import row_layout
 from kvstow.offload.store import Store
 from kvstow.plan.manifest import fingerprint
-from kvstow.testing.faulty import Fails, FaultyFiles
 from offloading import hybrid, key, numbered_key, numbered_row, random_rows, row_bytes, row_files
 
 MIB = 1 << 20

@@ -1,7 +1,7 @@
 """The file layer: whole operations on plain files.
 
 Everything that a disk tier does to row files goes through one `Files`, so that faults can be
-injected underneath (`kvstow.testing.faulty`). Files of a store are this user's and closed to
+injected underneath (`tests/faulty.py`). Files of a store are this user's and closed to
 others (0600, in a directory of 0700); anything else is refused, links are not followed.
 """
 

@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
+from faulty import Fails, FaultyFiles, Unsynced
 from kvstow.offload.disk.files import BLOCK, aligned
-from kvstow.testing.faulty import Fails, FaultyFiles, Unsynced
 
 
 def made(files, path, value=1):

@@ -1,7 +1,4 @@
-"""A file layer that fails on purpose: errors, silent tears, flipped bits, power cuts.
-
-Ships with the library so that whoever embeds a store can see what it does when a disk dies.
-"""
+"""A file layer that fails on purpose: errors, silent tears, flipped bits, power cuts."""
 
 import errno
 import os
