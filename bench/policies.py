@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from bench.machine import write
 
-from kvstow.offload.eviction.policies import PolicyName, policy
+from kvstow.offload.host.eviction import PolicyName, policy
 
 SIZES = (0.02, 0.1, 0.3)
 """Slots, as parts of the number of different blocks in the trace."""
@@ -84,7 +84,7 @@ def hit_rate(trace: list[int], name: PolicyName, size: int) -> float:
             rows.touch(np.array([slot[item]]))
             continue
         if not free:
-            for victim in rows.victims([mixed(item)], pinned).tolist():
+            for victim in rows.victims(1, pinned).tolist():
                 del slot[int(holder[victim])]
                 free.append(victim)
         at = free.pop()

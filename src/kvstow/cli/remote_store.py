@@ -13,7 +13,7 @@ from kvstow.cli.output import FAILED, MISUSED, emit_json, emit_text, human, refu
 from kvstow.errors import StoreError
 
 if TYPE_CHECKING:
-    from kvstow.offload.remote.clients.base import BlobClient
+    from kvstow.offload.remote.client import BlobClient
     from kvstow.offload.store import Store
 
 PATIENCE = 10
@@ -50,7 +50,7 @@ def _opened(url: str) -> "Generator[BlobClient]":
 def opened_store(url: str, identity: str) -> "Store":
     """The store at a URL, as the writers of one computation see it; ends with 2 where there is
     none, or where there are several and `identity` does not choose."""
-    from kvstow.offload.remote.inspect import writers
+    from kvstow.offload.remote.collect import writers
     from kvstow.offload.remote.url import parse
     from kvstow.offload.store import Store
 
@@ -76,7 +76,7 @@ def opened_store(url: str, identity: str) -> "Store":
 
 def inspect(url: str, *, json: bool) -> None:
     """Show what a remote store holds, by tenant and layout."""
-    from kvstow.offload.remote.inspect import survey
+    from kvstow.offload.remote.collect import survey
 
     with _opened(url) as client:
         found = survey(client)
@@ -111,7 +111,7 @@ def verify(url: str, *, json: bool) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from kvstow.offload.remote.inspect import verify as verified
+    from kvstow.offload.remote.collect import verify as verified
 
     quiet = json or not sys.stderr.isatty()
     with _opened(url) as client, Progress(console=Console(stderr=True), disable=quiet) as bar:

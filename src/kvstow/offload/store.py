@@ -27,7 +27,7 @@ from kvstow.offload.copies.movers import Movers
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.eviction.policies import PolicyName
+from kvstow.offload.host.eviction import PolicyName
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.journal import Journal, JournalKind
 from kvstow.offload.keys import Keyed, PromptRows, links, tokenwise_groups

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from kvstow.offload.disk.files import Files
-from kvstow.offload.disk.listing import RowListing
+from kvstow.offload.disk.tree import RowListing
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.disk.tree import Writers, walk
 from offloading import hybrid, numbered_key, numbered_row
@@ -92,7 +92,7 @@ def test_a_listing_looks_again_only_where_something_has_changed(tmp_path, monkey
     listing = RowListing(tier.tree, 0)
     assert len(listing.look()[0]) == 100
     listed = []
-    monkeypatch.setattr("kvstow.offload.disk.listing.keys_in", listed.append)
+    monkeypatch.setattr("kvstow.offload.disk.tree.keys_in", listed.append)
     assert listing.look() == ([], [])
     assert listed == []
     tier.close()

@@ -12,7 +12,7 @@ import pytest
 from kvstow.errors import StoreError
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote import collect as collecting
-from kvstow.offload.remote.clients.base import Blob, whole_objects
+from kvstow.offload.remote.client import Blob, whole_objects
 from kvstow.offload.remote.collect import USAGE, collect, last_usage, rows_in
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.tier import RemoteTier

@@ -10,7 +10,7 @@ import pytest
 from kvstow.observe import Telemetry
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote.calls import WINDOW_CALLS, Breaker
-from kvstow.offload.remote.clients.base import NO_ROOM, Blob, whole_objects
+from kvstow.offload.remote.client import NO_ROOM, Blob, whole_objects
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.objects import RowObjects
 from kvstow.offload.remote.tier import RemoteTier, _Room

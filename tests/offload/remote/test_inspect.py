@@ -10,7 +10,7 @@ from kvstow.cli import app
 from kvstow.offload.journal import Journal
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote import collect as collecting
-from kvstow.offload.remote.clients.base import Blob, whole_objects
+from kvstow.offload.remote.client import Blob, whole_objects
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.url import opened
 from kvstow.offload.store import Store

@@ -31,6 +31,9 @@ BLOCK_NANOSECONDS = 100_000_000
 """By so much a block of a sequence counts as older than the one before it: of what was used at the
 same time the ends go first, and what is left are prefixes."""
 
+SETTLED_SECONDS = 2.0
+"""A directory that changed so lately is listed again: its time may not show the next change."""
+
 LOOK_SHARE = 50
 """Whoever asks for the usage pays for a walk only after 50 times as long as the last one took."""
 
@@ -361,3 +364,44 @@ def _entries(directory: str, prefix: str = "") -> Iterator[os.DirEntry[str]]:
             yield from [entry for entry in entries if entry.name.startswith(prefix)]
     except (FileNotFoundError, NotADirectoryError):
         return
+
+
+# ── changes ───────────────────────────────────────────────────────────────────────────────
+
+
+class RowListing:
+    """The keys of one group as of the last look; `look` says what has come and gone since then,
+    whoever did it.
+
+    Directories are listed when they have changed. A change in the moment of a look may be seen one
+    look later; whoever relies on it asks `contains`, and loads.
+    """
+
+    def __init__(self, tree: RowTree, group: int) -> None:
+        self._tree, self._group = tree, group
+        self._known: dict[str, tuple[int, frozenset[bytes]]] = {}
+        """By directory, when it was changed, and what was in it."""
+
+    def look(self) -> tuple[list[bytes], list[bytes]]:
+        """The keys that have come, and those that have gone, since the last look."""
+        came: list[bytes] = []
+        gone: list[bytes] = []
+        directories = {entry.path for entry in self._tree.directories(self._group)}
+        for directory in directories | set(self._known):
+            before, known = self._known.get(directory, (-1, frozenset[bytes]()))
+            changed = _changed(directory)
+            if changed == before:
+                continue
+            keys = frozenset(keys_in(directory))
+            came += keys - known
+            gone += known - keys
+            is_settled = abs(time.time() - changed / 1e9) > SETTLED_SECONDS
+            self._known[directory] = changed if is_settled else -1, keys
+        return came, gone
+
+
+def _changed(directory: str) -> int:
+    try:
+        return os.stat(directory).st_mtime_ns
+    except FileNotFoundError:
+        return 0

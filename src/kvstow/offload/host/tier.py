@@ -18,8 +18,8 @@ from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.numa import bind, on_node
 from kvstow.offload.disk.format import ChainLink
-from kvstow.offload.eviction import policies
-from kvstow.offload.eviction.policies import Policy, PolicyName, mark
+from kvstow.offload.host.eviction import Policy, PolicyName, mark
+from kvstow.offload.host.eviction import policy as policy_of
 from kvstow.offload.host.slots import Slots
 from kvstow.offload.rows import pooled
 from kvstow.offload.tier import (
@@ -30,6 +30,7 @@ from kvstow.offload.tier import (
     Usage,
     checked_keys,
     checked_rows,
+    chosen,
     log,
 )
 from kvstow.plan.layout import Layout
@@ -73,7 +74,7 @@ class HostTier:
         self._slots = Slots(self.layout)
         groups = range(len(self.layout.groups))
         self._policies: tuple[Policy, ...] = tuple(
-            policies.policy(policy, self.layout.num_blocks(g)) for g in groups
+            policy_of(policy, self.layout.num_blocks(g)) for g in groups
         )
         self._ids: tuple[dict[bytes, int], ...] = tuple({} for _ in groups)
         self._keys: tuple[dict[int, bytes], ...] = tuple({} for _ in groups)
@@ -133,33 +134,22 @@ class HostTier:
 
     def keep(self, reservation: Reservation, filled: Bools | None = None) -> None:
         """The rows hold what their keys say; those not `filled` are given back."""
-        group, rows, keys = reservation.group, reservation.ids, reservation.keys
-        unused = rows[:0]
+        group, ids = reservation.group, self._ids[reservation.group]
         with self._lock:
-            self._slots.pins[group][rows] -= 1
-            if filled is not None or not self._ids[group].keys().isdisjoint(keys):
-                good = self._still_wanted(reservation, filled)
-                keys = tuple(key for key, wanted in zip(keys, good, strict=True) if wanted)
-                rows, unused = rows[good], rows[~good]
-            self._enter(group, keys, rows)
-            self._slots.give_back(group, unused)
+            self._slots.pins[group][reservation.ids] -= 1
+            good = np.array([key not in ids for key in reservation.keys], bool)
+            if filled is not None:
+                good &= filled
+            keys, rows = chosen(reservation.keys, good), reservation.ids[good]
+            ids.update(zip(keys, rows.tolist(), strict=True))
+            self._keys[group].update(zip(rows.tolist(), keys, strict=True))
+            self._policies[group].size = max(1, self._slots.num_rows(group))
+            self._policies[group].insert(rows, map(mark, keys))
+            self._slots.touch(group, rows)
+            self._tell(group, keys)
+            self._slots.give_back(group, reservation.ids[~good])
         nbytes = len(keys) * self.layout.row_bytes(group)
         self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
-
-    def _still_wanted(self, reservation: Reservation, filled: Bools | None) -> Bools:
-        """Which rows are filled, and not brought by somebody else meanwhile."""
-        known = self._ids[reservation.group]
-        new = np.array([key not in known for key in reservation.keys], bool)
-        return new if filled is None else new & filled
-
-    def _enter(self, group: int, keys: Sequence[bytes], rows: Ints) -> None:
-        numbers = rows.tolist()
-        self._ids[group].update(zip(keys, numbers, strict=True))
-        self._keys[group].update(zip(numbers, keys, strict=True))
-        self._policies[group].size = max(1, self._slots.num_rows(group))
-        self._policies[group].insert(rows, map(mark, keys))
-        self._slots.touch(group, rows)
-        self._tell(group, keys)
 
     def abandon(self, reservation: Reservation) -> None:
         """The rows were not filled."""
@@ -189,19 +179,15 @@ class HostTier:
     @contextmanager
     def held(self, group: int, keys: Sequence[bytes]) -> Generator[tuple[Bools, Ints]]:
         """Which keys are here, and their rows, which stay as they are until the end."""
-        checked_keys(self.layout, group, keys)
         with self._lock:
-            found = np.array(list(map(self._ids[group].get, keys, repeat(-1))), np.int64)
-            mask = found >= 0
-            ids = found[mask]
-            np.add.at(self._slots.pins[group], ids, 1)
-            self._policies[group].touch(ids)
-            self._slots.touch(group, ids)
+            rows = self.ids(group, keys)
+            mask = rows >= 0
+            ids = rows[mask]
+            self.pin(group, ids)
         try:
             yield mask, ids
         finally:
-            with self._lock:
-                np.subtract.at(self._slots.pins[group], ids, 1)
+            self.unpin(group, ids)
 
     def still(self) -> AbstractContextManager[object]:
         """The tier's lock: while it is held, no row comes, moves or goes."""
@@ -214,16 +200,16 @@ class HostTier:
             return np.fromiter(map(self._ids[group].get, keys, repeat(-1)), np.int64, len(keys))
 
     def pin(self, group: int, ids: Ints) -> None:
-        """Keep rows, each named once, from being given up; `unpin` ends it."""
+        """Keep rows from being given up; `unpin` ends it."""
         with self._lock:
-            self._slots.pins[group][ids] += 1
+            np.add.at(self._slots.pins[group], ids, 1)
             self._policies[group].touch(ids)
             self._slots.touch(group, ids)
 
     def unpin(self, group: int, ids: Ints) -> None:
         """Undo one `pin`."""
         with self._lock:
-            self._slots.pins[group][ids] -= 1
+            np.subtract.at(self._slots.pins[group], ids, 1)
 
     def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
         checked_rows(self.layout, group, keys, rows)
@@ -266,8 +252,8 @@ class HostTier:
         while len(found) < len(keys) and self._take_over(group, older_than_own=True):
             found = np.append(found, self._slots.take_free(group, len(keys) - len(found)))
         if len(found) < len(keys):
-            marks = map(mark, keys[len(found) :])
-            victims = self._policies[group].victims(marks, self._slots.pins[group] > 0)
+            lacking = len(keys) - len(found)
+            victims = self._policies[group].victims(lacking, self._slots.pins[group] > 0)
             self._forget(group, victims)
             found = np.append(found, self._slots.take_free(group, len(victims)))
         while len(found) < len(keys) and self._take_over(group, older_than_own=False):

@@ -17,7 +17,7 @@ from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any, TypeVar
 
-from kvstow.offload.remote.clients.base import StoreUnreachable
+from kvstow.offload.remote.client import StoreUnreachable
 
 log = logging.getLogger("kvstow.offload")
 

@@ -1,7 +1,8 @@
-"""What a store holds by tenant, limits on it, and the collector.
+"""What a store holds: counted, verified, and collected when it is too much or too old.
 
-    survey    count objects and bytes, by tenant
-    collect   remove rows: the oldest first, until ages and sizes are within bounds
+    survey    count rows and bytes, by tenant and layout
+    verify    read every row; what is damaged goes
+    collect   list rows, sort them by age, delete the oldest until sizes and ages are within bounds
     Quota     what writers may add, by the collector's last count
 
 The collector runs beside writers, readers and other collectors, as often as one likes
@@ -17,23 +18,33 @@ they have written since, and write no more when that is too much.
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from itertools import islice
 from secrets import token_hex
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
-from kvstow.errors import StoreError
-from kvstow.offload.remote.clients.base import Blob, BlobClient, BlobFacts, Listing, whole_objects
-from kvstow.offload.remote.directory import ROWS
+from kvstow.errors import ManifestError, StoreError
+from kvstow.offload.remote.client import Blob, BlobClient, BlobFacts, Listing, whole_objects
+from kvstow.offload.remote.directory import MANIFEST_BYTES, ROWS, WriterLayout
+from kvstow.offload.remote.objects import BadObject
 from kvstow.offload.remote.url import RemoteOptions
+from kvstow.plan.manifest import decode
 
 USAGE = "usage"
 _HEX = re.compile("(?:[0-9a-f]{2}){1,32}")
 MOST_USAGE_BYTES = 1 << 20
 YOUNG_SECONDS = 600.0
 DELETE = 1000
+LOT_BYTES = 32 << 20
+
+Place = tuple[str, str, str]
+"""Tenant, identity and layout, as they stand in names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +61,17 @@ class StoreUsage:
 class RowFacts:
     """A row object: whose it is, and what a listing says of it."""
 
-    tenant: str
-    identity: str
-    layout: str
+    place: Place
     group: int
     key: bytes
     facts: BlobFacts
 
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """What the collector did: rows and bytes removed, and what is left."""
-
-    rows: int
-    nbytes: int
-    left: StoreUsage
+    @property
+    def tenant(self) -> str:
+        return self.place[0]
 
 
-def listed(client: BlobClient) -> Listing:
+def _listing(client: BlobClient) -> Listing:
     """The client, if its store can say what is there."""
     if not isinstance(client, Listing):
         raise StoreError(
@@ -79,11 +83,128 @@ def listed(client: BlobClient) -> Listing:
 
 def rows_in(client: BlobClient) -> Iterator[RowFacts]:
     """Every row object of every tenant."""
-    for facts in listed(client).list_blobs(f"{ROWS}/"):
+    for facts in _listing(client).list_blobs(f"{ROWS}/"):
         parts = facts.name.split("/")
         if len(parts) == 6 and parts[4].isdecimal() and _HEX.fullmatch(parts[5]):
-            key = bytes.fromhex(parts[5])
-            yield RowFacts(parts[1], parts[2], parts[3], int(parts[4]), key, facts)
+            place = parts[1], parts[2], parts[3]
+            yield RowFacts(place, int(parts[4]), bytes.fromhex(parts[5]), facts)
+
+
+def writers(client: BlobClient) -> dict[Place, WriterLayout]:
+    """The layouts that rows were written in; those whose manifest cannot be read are left out."""
+    listing = _listing(client).list_blobs(f"{ROWS}/")
+    names = [facts.name for facts in listing if facts.name.split("/")[3:4] == ["manifest"]]
+    manifests = whole_objects(client, names, MANIFEST_BYTES) if names else []
+    layouts: dict[Place, WriterLayout] = {}
+    for name, data in zip(names, manifests, strict=True):
+        _, tenant, identity, _, fingerprint = name.split("/")
+        manifest = b"" if data is None else data.tobytes()
+        if blake2b(manifest, digest_size=32).hexdigest() != fingerprint:
+            continue
+        try:
+            writer = WriterLayout(decode(manifest), fingerprint, manifest)
+        except ManifestError:
+            continue
+        layouts[tenant, identity, fingerprint[:32]] = writer
+    return layouts
+
+
+# ── looking ───────────────────────────────────────────────────────────────────────────
+
+
+def survey(client: BlobClient) -> dict[str, Any]:
+    """What a store holds by tenant and layout, as plain values."""
+    known = writers(client)
+    rows: dict[Place, list[BlobFacts]] = {place: [] for place in known}
+    for row in rows_in(client):
+        rows.setdefault(row.place, []).append(row.facts)
+    layouts = [_layout(place, known.get(place), facts) for place, facts in sorted(rows.items())]
+    tenants: Counter[str] = Counter()
+    for one in layouts:
+        tenants[one["tenant"]] += one["bytes"]
+    return {
+        "url": client.where,
+        "rows": sum(one["rows"] for one in layouts),
+        "bytes": sum(tenants.values()),
+        "tenants": dict(tenants),
+        "layouts": layouts,
+    }
+
+
+def _layout(place: Place, writer: WriterLayout | None, rows: list[BlobFacts]) -> dict[str, Any]:
+    tenant, identity, short = place
+    plan: dict[str, Any] = dict.fromkeys(("model", "order", "tp", "pp", "block_tokens"))
+    if writer is not None:
+        layout = writer.layout
+        plan |= {"model": layout.model, "order": layout.order}
+        plan |= {"tp": list(layout.tp), "pp": list(layout.pp)}
+        plan["block_tokens"] = {r.group.name: r.group.block_tokens for r in layout.groups}
+    times = [facts.modified for facts in rows]
+    return {
+        "tenant": tenant,
+        "identity": identity,
+        "fingerprint": short if writer is None else writer.fingerprint,
+        **plan,
+        "rows": len(rows),
+        "bytes": sum(facts.nbytes for facts in rows),
+        "oldest": min(times, default=None),
+        "newest": max(times, default=None),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedObjects:
+    """What a full reading of a remote store found. Damaged objects are removed."""
+
+    rows: int
+    nbytes: int
+    damaged: tuple[tuple[str, str], ...]
+    """Name and reason of every object that was not the row it should have been."""
+
+
+def verify(
+    client: BlobClient, progress: Callable[[int], None] = lambda rows: None
+) -> VerifiedObjects:
+    """Read every row and compare it with its checksums. What is damaged is removed; rows whose
+    manifest is missing are named and stay, since their writer may publish it again."""
+    known = writers(client)
+    damaged: list[tuple[str, str]] = []
+    count = nbytes = 0
+    rows = rows_in(client)
+    while first := next(rows, None):
+        step = max(1, LOT_BYTES // max(1, first.facts.nbytes)) - 1
+        lot = [first, *islice(rows, step)]
+        most = max(row.facts.nbytes for row in lot)
+        blobs = whole_objects(client, [row.facts.name for row in lot], most)
+        bad: list[str] = []
+        for row, blob in zip(lot, blobs, strict=True):
+            writer = known.get(row.place)
+            if blob is None:  # collected meanwhile
+                continue
+            count, nbytes = count + 1, nbytes + blob.nbytes
+            if writer is None or row.group >= len(writer.layout.groups):
+                damaged.append((row.facts.name, "no manifest"))
+                continue
+            verdict = writer.objects(row.group).read(row.key, blob)
+            if isinstance(verdict, BadObject):
+                damaged.append((row.facts.name, verdict.value))
+                bad += [row.facts.name] if verdict is not BadObject.VERSION else []
+        if bad:
+            client.delete(bad)
+        progress(len(lot))
+    return VerifiedObjects(count, nbytes, tuple(damaged))
+
+
+# ── collecting ────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What the collector did: rows and bytes removed, and what is left."""
+
+    rows: int
+    nbytes: int
+    left: StoreUsage
 
 
 def collect(
@@ -100,19 +221,35 @@ def collect(
     Ages are by the store's own clock unless there is another: one that is wrong here removes
     nothing that is young.
     """
-    now = _store_time(listed(client)) if clock is None else clock()
+    now = _store_time(_listing(client)) if clock is None else clock()
     rows = sorted(rows_in(client), key=lambda row: row.facts.modified)
-    gone = _victims(rows, now, most, most_by_tenant, older_than)
-    removed: set[str] = set()
+    tenants = Counter[str]()
+    for row in rows:
+        tenants[row.tenant] += row.facts.nbytes
+    gone: list[RowFacts] = []
+    for row in rows:
+        age = now - row.facts.modified
+        if age < YOUNG_SECONDS:
+            break
+        if (
+            (older_than is not None and age > older_than)
+            or (most is not None and tenants.total() > most)
+            or (most_by_tenant is not None and tenants[row.tenant] > most_by_tenant)
+        ):
+            gone.append(row)
+            tenants[row.tenant] -= row.facts.nbytes
+    kept: dict[str, str] = {}
     for at in range(0, len(gone), DELETE):
-        names = {row.facts.name for row in gone[at : at + DELETE]}
-        removed |= names - client.delete(list(names)).keys()
-    counted_at = (clock or time.time)()
-    left = _counted([row for row in rows if row.facts.name not in removed], counted_at)
+        kept |= client.delete([row.facts.name for row in gone[at : at + DELETE]])
+    for row in gone:
+        tenants[row.tenant] += row.facts.nbytes if row.facts.name in kept else 0
+    removed = [row for row in gone if row.facts.name not in kept]
+    left = StoreUsage(
+        (clock or time.time)(), len(rows) - len(removed), tenants.total(), dict(+tenants)
+    )
     client.delete([USAGE])
     client.put([Blob(USAGE, np.frombuffer(json.dumps(asdict(left)).encode(), np.uint8))])
-    nbytes = sum(row.facts.nbytes for row in gone if row.facts.name in removed)
-    return Collected(len(removed), nbytes, left)
+    return Collected(len(removed), sum(row.facts.nbytes for row in removed), left)
 
 
 def _store_time(client: Listing) -> float:
@@ -124,36 +261,7 @@ def _store_time(client: Listing) -> float:
     return times[0] if times else time.time()
 
 
-def _victims(
-    rows: Sequence[RowFacts],
-    now: float,
-    most: int | None,
-    most_by_tenant: int | None,
-    older_than: float | None,
-) -> list[RowFacts]:
-    """The rows to remove, of rows by age."""
-    counted = _counted(rows, now)
-    total, tenants = counted.nbytes, dict(counted.tenants)
-    gone: list[RowFacts] = []
-    for row in rows:
-        age = now - row.facts.modified
-        if age < YOUNG_SECONDS:
-            break
-        too_old = older_than is not None and age > older_than
-        too_much = most is not None and total > most
-        theirs = most_by_tenant is not None and tenants[row.tenant] > most_by_tenant
-        if too_old or too_much or theirs:
-            gone.append(row)
-            total -= row.facts.nbytes
-            tenants[row.tenant] -= row.facts.nbytes
-    return gone
-
-
-def _counted(rows: Sequence[RowFacts], now: float) -> StoreUsage:
-    tenants: dict[str, int] = {}
-    for row in rows:
-        tenants[row.tenant] = tenants.get(row.tenant, 0) + row.facts.nbytes
-    return StoreUsage(now, len(rows), sum(tenants.values()), tenants)
+# ── limits ────────────────────────────────────────────────────────────────────────────
 
 
 def last_usage(client: BlobClient) -> StoreUsage | None:
@@ -195,9 +303,9 @@ class Quota:
         """Why so many bytes more are too much, beside those that wait to be written, with the
         numbers; empty where they are not."""
         options, added = self._options, self._added + waiting
-        mine = self._usage.tenants.get(options.tenant, 0) + added
+        of_tenant = self._usage.tenants.get(options.tenant, 0) + added
         for what, used, limit in (
-            (f"tenant {options.tenant!r}", mine, options.tenant_bytes),
+            (f"tenant {options.tenant!r}", of_tenant, options.tenant_bytes),
             ("the store", self._usage.nbytes + added, options.max_bytes),
         ):
             if limit is not None and used + nbytes > limit:

@@ -19,7 +19,7 @@ from threading import Lock
 import numpy as np
 
 from kvstow.errors import ManifestError
-from kvstow.offload.remote.clients.base import THERE, Blob, BlobClient, StoreFull, whole_objects
+from kvstow.offload.remote.client import THERE, Blob, BlobClient, StoreFull, whole_objects
 from kvstow.offload.remote.objects import RowObjects
 from kvstow.offload.rows import row_layout
 from kvstow.offload.tier import Bytes

@@ -17,7 +17,7 @@ from time import monotonic
 import numpy as np
 
 from kvstow.offload.remote.calls import Calls, Tallies
-from kvstow.offload.remote.clients.base import BlobClient, Range, StoreUnreachable
+from kvstow.offload.remote.client import BlobClient, Range, StoreUnreachable
 from kvstow.offload.remote.lookup import LookUps, Parts
 from kvstow.offload.remote.objects import BadObject, RowObjects
 from kvstow.offload.tier import Bytes

@@ -12,7 +12,7 @@ from time import monotonic
 from kvstow.blocks.prompt import Prompt
 from kvstow.offload.keys import PromptKeys
 from kvstow.offload.remote.calls import Calls, Tallies
-from kvstow.offload.remote.clients.base import BlobClient, StoreUnreachable
+from kvstow.offload.remote.client import BlobClient, StoreUnreachable
 from kvstow.offload.remote.directory import Directory, WriterLayout
 from kvstow.offload.remote.reading import GroupReader, ObjectPart, deployments
 from kvstow.plan.identity import Identity

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstow.offload.remote.clients.base import Range
+from kvstow.offload.remote.client import Range
 from kvstow.offload.tier import Bools, Bytes
 from kvstow.plan.layout import Layout, placed_sections
 from kvstow.plan.view import Ints, align_up

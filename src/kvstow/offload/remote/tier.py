@@ -17,7 +17,7 @@ import numpy as np
 from kvstow.blocks.prompt import Prompt
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.remote.calls import Breaker, Calls, Tallies
-from kvstow.offload.remote.clients.base import Blob, BlobClient, StoreUnreachable
+from kvstow.offload.remote.client import Blob, BlobClient, StoreUnreachable
 from kvstow.offload.remote.collect import Quota, last_usage
 from kvstow.offload.remote.directory import Directory, WriterLayout
 from kvstow.offload.remote.fetch import LOTS, Fetcher

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 from kvstow.errors import KvstowError, StoreError
-from kvstow.offload.remote.clients.base import BlobClient
+from kvstow.offload.remote.client import BlobClient
 from kvstow.plan.words import parse_size
 
 FORMS = (
@@ -110,7 +110,7 @@ def opened(url: str) -> tuple[BlobClient, RemoteOptions]:
     parts, own, options = parse(url)
     prefix = parts.path.strip("/")
     if parts.scheme == "s3":
-        from kvstow.offload.remote.clients.s3 import S3Client
+        from kvstow.offload.remote.s3 import S3Client
 
         return S3Client(parts.netloc, prefix, options=own, seconds=options.load), options
     if parts.scheme == "mooncake":
@@ -119,7 +119,7 @@ def opened(url: str) -> tuple[BlobClient, RemoteOptions]:
 
 
 def _redis(parts: SplitResult, own: dict[str, str], seconds: float) -> BlobClient:
-    from kvstow.offload.remote.clients.redis import RedisClient
+    from kvstow.offload.remote.redis import RedisClient
 
     address = parts.netloc
     if own.get("password_file"):
@@ -144,7 +144,7 @@ def _mooncake(master: str, prefix: str, own: dict[str, str]) -> BlobClient:
             f"mooncake://{master}: no metadata server\n\n"
             "hint: …?metadata=http://HOST:PORT/metadata, or P2PHANDSHAKE"
         )
-    from kvstow.offload.remote.clients.mooncake import STAGE_BYTES, MooncakeClient
+    from kvstow.offload.remote.mooncake import STAGE_BYTES, MooncakeClient
 
     return MooncakeClient(
         master,

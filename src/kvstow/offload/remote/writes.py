@@ -13,7 +13,7 @@ from threading import Condition, Lock, Thread
 from time import monotonic
 
 from kvstow.offload.remote.calls import Breaker
-from kvstow.offload.remote.clients.base import (
+from kvstow.offload.remote.client import (
     NO_ROOM,
     THERE,
     Blob,

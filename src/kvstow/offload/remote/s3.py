@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstow.errors import BackendMissing
-from kvstow.offload.remote.clients.base import (
+from kvstow.offload.remote.client import (
     THERE,
     Arrived,
     Blob,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from kvstow.errors import BackendMissing
-from kvstow.offload.remote.clients.base import (
+from kvstow.offload.remote.client import (
     NO_ROOM,
     THERE,
     Arrived,

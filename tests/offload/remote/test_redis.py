@@ -13,8 +13,8 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from kvstow.offload.remote.clients.base import THERE, Blob, StoreUnreachable, whole_objects
-from kvstow.offload.remote.clients.redis import RedisClient
+from kvstow.offload.remote.client import THERE, Blob, StoreUnreachable, whole_objects
+from kvstow.offload.remote.redis import RedisClient
 from kvstow.offload.remote.url import opened
 from remote_stores import ranges_of
 from servers import Valkey

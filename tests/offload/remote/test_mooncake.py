@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvstow.offload.keys import block_keys
-from kvstow.offload.remote.clients.base import NO_ROOM, Blob, whole_objects
+from kvstow.offload.remote.client import NO_ROOM, Blob, whole_objects
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.remote.url import RemoteOptions, opened
 from offloading import IDENTITY, numbered_row

@@ -23,7 +23,7 @@ from weakref import finalize
 import numpy as np
 
 from kvstow.errors import BackendMissing
-from kvstow.offload.remote.clients.base import (
+from kvstow.offload.remote.client import (
     BUSY,
     NO_ROOM,
     Arrived,
