@@ -62,6 +62,12 @@ class Counts:
     """Rows that could not be written, or were read and not what they should have been."""
 
 
+def loaded(asked: int, num_rows: int, row_bytes: int) -> Counts:
+    """What a load counts that has found so many of the rows it was asked for."""
+    nbytes = num_rows * row_bytes
+    return Counts(hits=num_rows, misses=asked - num_rows, loaded_rows=num_rows, loaded_bytes=nbytes)
+
+
 @dataclass(slots=True)
 class Counter:
     """Counts that several threads add to."""

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 from kvstow.offload.disk.files import Files
-from kvstow.offload.disk.tree import RowListing
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.disk.tree import Writers, walk
+from kvstow.offload.disk.tree import RowListing, Writers, walk
 from offloading import hybrid, numbered_key, numbered_row
 
 MIB = 1 << 20

@@ -120,7 +120,7 @@ def test_a_row_that_could_not_be_copied_is_not_waited_for(valkey_url, monkeypatc
 
 
 def test_rows_that_are_asked_for_again_and_again_are_looked_for_again(valkey_url, monkeypatch):
-    monkeypatch.setattr("kvstow.offload.remote.lookup.FOUND_SECONDS", 0.5)
+    monkeypatch.setattr("kvstow.offload.remote.fetch.FOUND_SECONDS", 0.5)
     tier, other = tier_of(valkey_url), tier_of(valkey_url)
     stored(tier, range(3))
     other.refresh()
@@ -368,36 +368,6 @@ def test_a_row_that_is_there_is_not_sent_again(url):
     assert second.asked["put"] == 1  # the manifest is offered again, and not taken
 
 
-def test_threads_that_want_the_same_rows_fetch_them_once(valkey_url):
-    client = Watched(valkey_url)
-    tier = tier_of(client)
-    stored(tier)
-    client.gates["get"] = Event()
-    client.asked.clear()
-    results, joined = [], []
-    take_off = tier._fetcher._take_off
-
-    def noted(*wanted):
-        joined.append(take_off(*wanted))
-        return joined[-1]
-
-    tier._fetcher._take_off = noted
-
-    def load():
-        results.append(loaded(tier, [0, 1, 2, 0]))
-
-    threads = [Thread(target=load) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: len(joined) == 4)
-    client.gates["get"].set()
-    for thread in threads:
-        thread.join()
-    assert results == [[True] * 4] * 4
-    assert client.asked["get"] == 3
-    tier.close()
-
-
 def test_a_look_up_loads_nothing_and_a_load_after_it_asks_for_nothing_twice(valkey_url):
     writer = tier_of(valkey_url)
     stored(writer)
@@ -408,34 +378,6 @@ def test_a_look_up_loads_nothing_and_a_load_after_it_asks_for_nothing_twice(valk
     assert client.asked == {"exists": 6}
     assert loaded(tier) == [True] * 6
     assert client.asked == {"exists": 6, "get": 6}
-    for one in (writer, tier):
-        one.close()
-
-
-def test_a_load_looks_for_one_row_and_fetches_the_others_unseen(valkey_url):
-    writer = tier_of(valkey_url)
-    stored(writer, [0, 1, 2, 4, 5])
-    client = Watched(valkey_url)
-    tier = tier_of(client)
-    client.asked.clear()
-    assert loaded(tier) == [True, True, True, False, True, True]
-    assert client.asked == {"exists": 1, "get": 6}
-    assert tier.misses.now == {"absent": 1}
-    assert not tier.contains(0, KEYS[3:4]).any()  # what was not looked for is not remembered
-    stored(tier, [3])
-    assert loaded(tier) == [True] * 6
-    for one in (writer, tier):
-        one.close()
-
-
-def test_a_load_whose_first_row_is_not_there_looks_for_all(valkey_url):
-    writer = tier_of(valkey_url)
-    stored(writer, [1, 2, 3])
-    client = Watched(valkey_url)
-    tier = tier_of(client)
-    client.asked.clear()
-    assert loaded(tier) == [False, True, True, True, False, False]
-    assert client.asked == {"exists": 6, "get": 3}
     for one in (writer, tier):
         one.close()
 

@@ -100,7 +100,7 @@ def test_some_bands_come_back_as_they_were_and_damage_in_them_is_noticed(layout,
     blob = objects.written(b"k", row)
     wanted = data.draw(st.sets(st.integers(0, objects.num_bands - 1), min_size=1))
     bands = np.array(sorted(wanted))
-    ranges = objects.wanted(bands)
+    ranges = objects.ranges_with_head(bands)
     parts = [blob[start:end] for start, end in ranges]
     got = objects.read_parts(b"k", parts, bands)
     for start, end in objects.ranges(bands):

@@ -54,6 +54,7 @@ from kvstow.offload.tier import (
     chosen,
     firsts,
     known_identity,
+    loaded,
     note_unverified,
 )
 from kvstow.plan.identity import Identity
@@ -323,10 +324,7 @@ class DiskTier:
                 range(0, len(keys), step),
             )
         mask = np.array([found for part in results for found in part], bool)
-        loaded, nbytes = int(mask.sum()), int(mask.sum()) * self.layout.row_bytes(group)
-        self._counter.add(
-            Counts(hits=loaded, misses=len(keys) - loaded, loaded_rows=loaded, loaded_bytes=nbytes)
-        )
+        self._counter.add(loaded(len(keys), int(mask.sum()), self.layout.row_bytes(group)))
         return mask
 
     def _load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> list[bool]:

@@ -31,6 +31,7 @@ from kvstow.offload.tier import (
     checked_keys,
     checked_rows,
     chosen,
+    loaded,
     log,
 )
 from kvstow.plan.layout import Layout
@@ -220,12 +221,9 @@ class HostTier:
         self.count_load(group, len(keys), len(wanted))
         return mask
 
-    def count_load(self, group: int, asked: int, loaded: int) -> None:
+    def count_load(self, group: int, num_asked: int, num_rows: int) -> None:
         """Enter a load into the counts."""
-        nbytes = loaded * self.layout.row_bytes(group)
-        self._counter.add(
-            Counts(hits=loaded, misses=asked - loaded, loaded_rows=loaded, loaded_bytes=nbytes)
-        )
+        self._counter.add(loaded(num_asked, num_rows, self.layout.row_bytes(group)))
 
     def discard(self, group: int, keys: Sequence[bytes]) -> None:
         """Forget rows that are not what was stored, and count them as failures."""

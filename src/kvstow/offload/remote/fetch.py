@@ -1,13 +1,15 @@
-"""Objects or ranges of them fetched, verified, and turned into rows.
+"""Where rows are, and what they are: objects looked up, fetched, verified, and turned into rows.
+
+A prompt that nobody has stored is the usual case, and is answered after one question about its
+first blocks. What was found is remembered for some seconds, so that loading need not ask again.
 
 Fetched bytes lie in memory of the fetch's own until they are verified: an answer that comes too
 late, or a store that returns something else, never touches a row. The thread that wants the rows
-verifies each object when it has come and copies it while it is in the processor's cache. A row that
-two threads want at once is fetched once.
+verifies each object when it has come and copies it while it is in the processor's cache.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -16,21 +18,178 @@ from time import monotonic
 
 import numpy as np
 
+from kvstow.blocks.prompt import Prompt
+from kvstow.offload.keys import PromptKeys
 from kvstow.offload.remote.calls import Calls, Tallies
 from kvstow.offload.remote.client import BlobClient, Range, StoreUnreachable
-from kvstow.offload.remote.lookup import LookUps, Parts
+from kvstow.offload.remote.directory import Directory, WriterLayout
 from kvstow.offload.remote.objects import BadObject, RowObjects
+from kvstow.offload.remote.reading import GroupReader, ObjectPart, deployments
 from kvstow.offload.tier import Bytes
+from kvstow.plan.identity import Identity
+from kvstow.plan.layout import Layout
+from kvstow.plan.retention import Full
 from kvstow.plan.view import Ints
+
+FOUND_SECONDS = 5.0
+"""How long it is remembered that a row was found."""
+
+FIRST_LOOK = 32
+"""A look-up asks for so many rows first, and then for four times as many each time."""
+
+MOST_FOUND = 1 << 16
+MOST_PROMPTS = 64
 
 LOT_BYTES = 17 << 20
 """Objects are fetched in lots of so many bytes, 16 rows of 1 MiB with their heads, `LOTS` at a
 time. No more than that has come and is not verified yet."""
 LOTS = 4
 
+Parts = Sequence[ObjectPart]
+
+Answer = Bytes | list[Bytes] | None
+"""An object or ranges of one, as they came; None for one that is not there."""
+
+
+class LookUps:
+    """Finds rows of one reader's layout among the objects of all writers that are known."""
+
+    def __init__(
+        self,
+        client: BlobClient,
+        calls: Calls,
+        directory: Directory,
+        layout: Layout,
+        own: str,
+        misses: Tallies,
+    ) -> None:
+        self._client, self._calls, self._directory = client, calls, directory
+        self._layout, self._own = layout, own
+        self._misses = misses
+        self._readers: tuple[tuple[GroupReader, ...], ...] = ((),) * len(layout.groups)
+        self._writers: tuple[WriterLayout, ...] = ()
+        self._found: OrderedDict[tuple[int, bytes], tuple[float, Parts]] = OrderedDict()
+        self._prompts: OrderedDict[bytes, PromptKeys] = OrderedDict()
+        self._lock = Lock()
+
+    def use_directory(self) -> None:
+        """Read from all writers that the directory knows now."""
+        writers = self._directory.layouts
+        if writers == self._writers:
+            return
+        ranked = deployments(writers, self._own)
+        self._readers = tuple(
+            tuple(GroupReader(members, self._layout, group) for members in ranked)
+            for group in range(len(self._layout.groups))
+        )
+        self._writers = writers
+
+    # ── prompts ───────────────────────────────────────────────────────────────────
+
+    def expect(self, identity: Identity, prompt: Prompt) -> None:
+        """Rows of this prompt will be asked for. Needed where some writer has other block sizes:
+        the keys of its blocks take the tokens to make."""
+        readers = [one for readers in self._readers for one in readers]
+        if not len(prompt) or not any(one.needs_prompt for one in readers):
+            return
+        own = {rows.group.block_tokens for rows in self._layout.groups}
+        keys = PromptKeys(identity, prompt, own.union(*(one.block_sizes for one in readers)))
+        name = keys.key_at(len(prompt))
+        assert name is not None
+        with self._lock:
+            self._prompts[name] = keys
+            while len(self._prompts) > MOST_PROMPTS:
+                self._prompts.popitem(last=False)
+
+    def _prompt_of(self, key: bytes) -> PromptKeys | None:
+        with self._lock:
+            prompts = tuple(reversed(self._prompts.values()))
+        return next((one for one in prompts if one.end_of(key) is not None), None)
+
+    # ── rows ──────────────────────────────────────────────────────────────────────
+
+    def look_up(self, group: int, keys: Sequence[bytes], seconds: float) -> list[Parts | None]:
+        """Per key, the objects that make its row, all of them there; None where one is not.
+
+        Rows for which there is no time left are not looked for. Of a group that keeps everything,
+        nothing is looked for behind a whole lot that no writer has.
+        """
+        now = monotonic()
+        deadline = now + seconds
+        with self._lock:
+            known = [self._found.get((group, key), (now, None)) for key in keys]
+        rows = [parts if until >= now else None for until, parts in known]
+        left = [i for i, parts in enumerate(rows) if parts is None]
+        ends_at_miss = isinstance(self._layout.groups[group].group.retention, Full)
+        readers = self._readers[group]
+        at, count = 0, FIRST_LOOK
+        while at < len(left) and readers:
+            lot = left[at : at + count]
+            try:
+                successful = self._look(keys, lot, rows, readers, deadline)
+            except StoreUnreachable:
+                self._misses.add("unreachable", len(left) - at)
+                break
+            at, count = at + len(lot), 4 * count
+            if monotonic() > deadline and at < len(left):
+                self._misses.add("budget", len(left) - at)
+                break
+            readers = successful if ends_at_miss else readers
+        until = monotonic() + FOUND_SECONDS
+        with self._lock:
+            self._found.update(
+                {(group, keys[i]): (until, parts) for i in left if (parts := rows[i]) is not None}
+            )
+            while len(self._found) > MOST_FOUND:
+                self._found.popitem(last=False)
+        return rows
+
+    def _look(
+        self,
+        keys: Sequence[bytes],
+        lot: Sequence[int],
+        rows: list[Parts | None],
+        readers: Sequence[GroupReader],
+        deadline: float,
+    ) -> tuple[GroupReader, ...]:
+        """Look for some rows in the objects of all readers at once; the readers that had any."""
+        options = [
+            (i, reader, parts)
+            for i in lot
+            for prompt in (self._prompt_of(keys[i]),)
+            for reader in readers
+            if (parts := reader.parts(keys[i], prompt)) is not None
+        ]
+        names = list(dict.fromkeys(self.name(part) for _, _, parts in options for part in parts))
+        if not names:
+            return ()
+        call = self._calls.start(lambda: self._client.exists(names))
+        answers = self._calls.result(call, deadline).tolist()
+        there = {name for name, is_there in zip(names, answers, strict=True) if is_there}
+        successful: dict[GroupReader, None] = {}
+        for i, reader, parts in options:
+            if rows[i] is None and all(self.name(part) in there for part in parts):
+                rows[i] = parts
+                successful[reader] = None
+        return tuple(successful)
+
+    def name(self, part: ObjectPart) -> str:
+        """The name of the object that a part is of."""
+        piece = part.piece
+        return self._directory.row_name(piece.writer.fingerprint, piece.objects.group, part.key)
+
+    def forget(self, group: int, keys: Sequence[bytes]) -> None:
+        """These rows were not there when they were fetched."""
+        with self._lock:
+            for key in keys:
+                self._found.pop((group, key), None)
+
+
+# ── fetching ──────────────────────────────────────────────────────────────────────────
+
 
 @dataclass(slots=True, eq=False)
-class _Wanted:
+class _Fetch:
     """An object to be fetched: all of it, or its head and some bands."""
 
     name: str
@@ -42,224 +201,152 @@ class _Wanted:
     def ranges(self) -> list[Range]:
         if self.bands is None:
             return [(0, self.objects.nbytes)]
-        return self.objects.wanted(self.bands)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(end - start for start, end in self.ranges)
+        return self.objects.ranges_with_head(self.bands)
 
     def verified(self, answer: Bytes | list[Bytes]) -> Bytes | BadObject:
-        """The row, or what of it is wanted, in the bytes that came."""
+        """The row, or what of it is to be fetched, in the bytes that came."""
         if isinstance(answer, list):
             assert self.bands is not None
             return self.objects.read_parts(self.key, answer, self.bands)
         return self.objects.read(self.key, answer)
 
 
-Answer = Bytes | list[Bytes] | None
-"""An object or ranges of one, as they came; None for one that is not there."""
-
-Arrivals = SimpleQueue["tuple[_Wanted, Answer] | Future[None]"]
+Arrivals = SimpleQueue["tuple[_Fetch, Answer] | Future[None]"]
 """Answers, and calls that have ended."""
 
 
 class Fetcher:
-    """Rows of one reader's layout, out of the objects that make them."""
+    """Rows of one reader's layout, out of the objects that make them.
+
+    `on_bad` is told the names of objects that are not what they should be.
+    """
 
     def __init__(
-        self, client: BlobClient, calls: Calls, look_ups: LookUps, misses: Tallies
+        self,
+        client: BlobClient,
+        calls: Calls,
+        look_ups: LookUps,
+        misses: Tallies,
+        on_bad: Callable[[str], None],
     ) -> None:
         self._client, self._calls, self._look_ups = client, calls, look_ups
-        self._misses = misses
-        self._flights: dict[tuple[int, bytes], Future[Bytes | None]] = {}
-        self._lock = Lock()
-        self._bad: list[str] = []
+        self._misses, self._on_bad = misses, on_bad
 
     def rows(
-        self,
-        group: int,
-        row_bytes: int,
-        keys: Sequence[bytes],
-        parts: Sequence[Parts],
-        seconds: float,
+        self, row_bytes: int, parts: Sequence[Parts], seconds: float
     ) -> Iterator[tuple[int, Bytes]]:
-        """The number of each key whose row came, and the row, verified, as soon as it is there.
-
-        A row's memory is reused when the caller lets go of it.
-        """
-        deadline = monotonic() + seconds
-        mine, others = self._take_off(group, keys)
-        left = set(mine)
-        try:
-            for at, row in self._made(row_bytes, [parts[i] for i in mine], deadline):
-                left.discard(mine[at])
-                self._land(group, keys[mine[at]], row)
-                if row is not None:
-                    yield mine[at], row
-        except StoreUnreachable:
-            self._misses.add("unreachable", len(left))
-        finally:
-            for i in left:
-                self._land(group, keys[i], None)
-        for i, flight in others:
-            row = self._arrived(flight, deadline)
-            if row is not None:
-                yield i, row
-
-    def take_bad(self) -> list[str]:
-        """Names of objects that were not what they should be, each once, for the remover."""
-        with self._lock:
-            bad, self._bad = self._bad, []
-        return bad
-
-    # ── single flight ─────────────────────────────────────────────────────────────
-
-    def _take_off(
-        self, group: int, keys: Sequence[bytes]
-    ) -> tuple[list[int], list[tuple[int, "Future[Bytes | None]"]]]:
-        """Which keys are to be fetched here, and what the others will be."""
-        mine: list[int] = []
-        others: list[tuple[int, Future[Bytes | None]]] = []
-        with self._lock:
-            for i, key in enumerate(keys):
-                if (group, key) in self._flights:
-                    others.append((i, self._flights[group, key]))
-                else:
-                    self._flights[group, key] = Future()
-                    mine.append(i)
-        return mine, others
-
-    def _land(self, group: int, key: bytes, row: Bytes | None) -> None:
-        with self._lock:
-            flight = self._flights.pop((group, key))
-        flight.set_result(row)
-
-    @staticmethod
-    def _arrived(flight: "Future[Bytes | None]", deadline: float) -> Bytes | None:
-        try:
-            return flight.result(max(0.0, deadline - monotonic()))
-        except TimeoutError:
-            return None
-
-    # ── objects ───────────────────────────────────────────────────────────────────
-
-    def _made(
-        self, row_bytes: int, parts: Sequence[Parts], deadline: float
-    ) -> Iterator[tuple[int, Bytes | None]]:
-        """Each row when all objects that make it have come; objects are kept as long as needed."""
+        """The number of each row that came whole, and the row, as soon as all objects that make it
+        are there. A row's memory is reused when the caller lets go of it."""
         names = [[self._look_ups.name(part) for part in each] for each in parts]
         missing = [set(each) for each in names]
-        users: defaultdict[str, list[int]] = defaultdict(list)
+        users: dict[str, list[int]] = {}
         for i, name in ((i, name) for i, each in enumerate(missing) for name in each):
-            users[name].append(i)
-        uses = {name: len(each) for name, each in users.items()}
+            users.setdefault(name, []).append(i)
+        uses = Counter({name: len(each) for name, each in users.items()})
         came: dict[str, Bytes | None] = {}
-        for wanted, row in self._fetched(list(self._wanted(parts).values()), deadline):
-            came[wanted.name] = row
-            for i in users[wanted.name]:
-                missing[i].discard(wanted.name)
-                if missing[i]:
-                    continue
-                yield i, _assembled(parts[i], [came[name] for name in names[i]], row_bytes)
-                for name in set(names[i]):
-                    uses[name] -= 1
-                    if not uses[name]:
-                        del came[name]
+        left = len(parts)
+        try:
+            for name, source in self._fetched(self._fetches(parts), monotonic() + seconds):
+                came[name] = source
+                for i in users[name]:
+                    missing[i].discard(name)
+                    if missing[i]:
+                        continue
+                    left -= 1
+                    row = _assembled(parts[i], [came[each] for each in names[i]], row_bytes)
+                    if row is not None:
+                        yield i, row
+                    for each in set(names[i]):  # objects are kept as long as needed
+                        uses[each] -= 1
+                        if not uses[each]:
+                            del came[each]
+        except StoreUnreachable:
+            self._misses.add("unreachable", left)
 
-    def _wanted(self, parts: Sequence[Parts]) -> dict[str, _Wanted]:
+    def _fetches(self, parts: Sequence[Parts]) -> list[_Fetch]:
         """Every object once, with all bands that some row takes from it."""
-        wanted: dict[str, _Wanted] = {}
+        fetches: dict[str, _Fetch] = {}
         for part in (part for each in parts for part in each):
             name, bands = self._look_ups.name(part), part.piece.bands
-            known = wanted.get(name)
-            if known is None:
-                wanted[name] = _Wanted(name, part.piece.objects, part.key, bands)
-            elif bands is None or known.bands is None:
-                known.bands = None
-            elif known.bands is not bands:
-                known.bands = np.union1d(known.bands, bands)
-        for each in wanted.values():
-            if each.bands is not None and len(each.bands) == each.objects.num_bands:
-                each.bands = None
-        return wanted
+            fetch = fetches.setdefault(name, _Fetch(name, part.piece.objects, part.key, bands))
+            if bands is None or fetch.bands is None:
+                fetch.bands = None
+            elif fetch.bands is not bands:
+                fetch.bands = np.union1d(fetch.bands, bands)
+        for fetch in fetches.values():
+            if fetch.bands is not None and len(fetch.bands) == fetch.objects.num_bands:
+                fetch.bands = None
+        return list(fetches.values())
 
     def _fetched(
-        self, wanted: Sequence[_Wanted], deadline: float
-    ) -> Iterator[tuple[_Wanted, Bytes | None]]:
+        self, fetches: Sequence[_Fetch], deadline: float
+    ) -> Iterator[tuple[str, Bytes | None]]:
         """The rows of all objects, in any order; None for one that is not there or not whole.
 
-        Each is verified when it has come, here, while the others are on their way.
+        Each is verified when it has come, here, while the others are on their way. Raises
+        StoreUnreachable if nothing more comes before the deadline.
         """
-        lots = deque(_lots(wanted))
+        lots = deque(_lots(fetches))
         under_way: set[Future[None]] = set()
         arrivals: Arrivals = SimpleQueue()
         while lots or under_way:
             while lots and len(under_way) < LOTS:
                 under_way.add(self._start(lots.popleft(), arrivals))
-            arrival = self._next(arrivals, under_way, deadline)
+            try:
+                arrival = arrivals.get(timeout=max(0.0, deadline - monotonic()))
+            except Empty:
+                for call in under_way:
+                    self._calls.result(call, deadline)
+                continue
             if isinstance(arrival, Future):
                 self._calls.result(arrival, deadline)
                 under_way.discard(arrival)
             else:
-                yield arrival[0], self._judged(*arrival)
+                yield arrival[0].name, self._verified(*arrival)
 
-    def _next(
-        self, arrivals: "Arrivals", under_way: Iterable["Future[None]"], deadline: float
-    ) -> "tuple[_Wanted, Answer] | Future[None]":
-        """The next object that has come, or the next call that has ended.
-
-        Raises StoreUnreachable if there is none before the deadline.
-        """
-        while True:
-            try:
-                return arrivals.get(timeout=max(0.0, deadline - monotonic()))
-            except Empty:
-                for call in under_way:
-                    self._calls.result(call, deadline)
-
-    def _judged(self, wanted: _Wanted, answer: Answer) -> Bytes | None:
-        """The row, unless it is none; then it is counted why."""
-        if answer is None:
-            self._misses.add("absent", 1)
-            return None
-        row = wanted.verified(answer)
-        if isinstance(row, BadObject):
-            self._misses.add(row.value, 1)
-            if row is not BadObject.VERSION:
-                with self._lock:
-                    self._bad.append(wanted.name)
-            return None
-        return row
-
-    def _start(self, lot: Sequence[_Wanted], arrivals: Arrivals) -> "Future[None]":
-        """Fetch a lot; every answer goes to `arrivals`, and the call itself when it has ended."""
-        call = self._calls.start(lambda: self._fetch(lot, arrivals))
-        call.add_done_callback(arrivals.put)
-        return call
-
-    def _fetch(self, lot: Sequence[_Wanted], arrivals: Arrivals) -> None:
-        """Fetch a lot, which wants either whole objects or ranges."""
+    def _start(self, lot: Sequence[_Fetch], arrivals: Arrivals) -> "Future[None]":
+        """Fetch a lot, whole objects or ranges; every answer goes to `arrivals`, and the call
+        itself when it has ended."""
 
         def arrived(number: int, answer: Answer) -> None:
             arrivals.put((lot[number], answer))
 
-        if lot[0].bands is None:
-            most = max(each.objects.nbytes for each in lot)
-            self._client.get([each.name for each in lot], most, arrived)
-        else:
-            self._client.get_ranges([(each.name, each.ranges) for each in lot], arrived)
+        def fetch() -> None:
+            if lot[0].bands is None:
+                most = max(each.objects.nbytes for each in lot)
+                self._client.get([each.name for each in lot], most, arrived)
+            else:
+                self._client.get_ranges([(each.name, each.ranges) for each in lot], arrived)
+
+        call = self._calls.start(fetch)
+        call.add_done_callback(arrivals.put)
+        return call
+
+    def _verified(self, fetch: _Fetch, answer: Answer) -> Bytes | None:
+        """The row, unless it is none; then it is counted why."""
+        if answer is None:
+            self._misses.add("absent", 1)
+            return None
+        row = fetch.verified(answer)
+        if isinstance(row, BadObject):
+            self._misses.add(row.value, 1)
+            if row is not BadObject.VERSION:
+                self._on_bad(fetch.name)
+            return None
+        return row
 
 
-def _lots(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:
+def _lots(fetches: Sequence[_Fetch]) -> Iterable[list[_Fetch]]:
     """The objects in lots of at most `LOT_BYTES` or one object, whole ones and ranges apart."""
-    lots: list[list[_Wanted]] = []
+    lots: list[list[_Fetch]] = []
     for whole in (True, False):
-        nbytes = LOT_BYTES
-        for each in (each for each in wanted if (each.bands is None) == whole):
-            nbytes += each.nbytes
-            if nbytes > LOT_BYTES:
+        total = LOT_BYTES
+        for each in (each for each in fetches if (each.bands is None) == whole):
+            nbytes = sum(end - start for start, end in each.ranges)
+            total += nbytes
+            if total > LOT_BYTES:
                 lots.append([])
-                nbytes = each.nbytes
+                total = nbytes
             lots[-1].append(each)
     return lots
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstow.offload.remote.client import Range
-from kvstow.offload.tier import Bools, Bytes
+from kvstow.offload.tier import Bytes
 from kvstow.plan.layout import Layout, placed_sections
 from kvstow.plan.view import Ints, align_up
 
@@ -72,53 +72,34 @@ class RowObjects:
         return self.row_start + self.row_bytes
 
     @cached_property
-    def _pages(self) -> tuple[tuple[int, tuple[int, int, int], tuple[int, int, int]], ...]:
-        """Per layer and section of its page: where it begins in the row; heads, states, bytes of
-        a cell; strides."""
+    def _bands(self) -> list[tuple[int, int, int, int]]:
+        """Per head, in each section of each layer's page, where it begins in the row; states, bytes
+        between them, bytes of each. A band without gaps is one state."""
         rows, start = self.layout.groups[self.group], self.layout.runs(self.group, 0)[0].offset
-        return tuple(
-            (
-                place.offset - start,
-                (spec.heads.size, spec.states, spec.cell_bytes),
-                (place.head_stride, place.token_stride, 1),
-            )
-            for layer, at in zip(rows.group.layers, rows.placements, strict=True)
-            for spec, place in placed_sections(layer, at)
-        )
+        bands: list[tuple[int, int, int, int]] = []
+        for layer, at in zip(rows.group.layers, rows.placements, strict=True):
+            for spec, place in placed_sections(layer, at):
+                states, step, cell = spec.states, place.token_stride, spec.cell_bytes
+                if step == cell or states == 1:
+                    states, step, cell = 1, 0, states * cell
+                first = place.offset - start
+                for head in range(spec.heads.size):
+                    bands.append((first + head * place.head_stride, states, step, cell))
+        return bands
 
-    @cached_property
+    @property
     def num_bands(self) -> int:
-        return sum(shape[0] for _, shape, _ in self._pages)
+        return len(self._bands)
 
     @cached_property
     def _runs(self) -> tuple[Ints, Ints, Ints]:
         """The runs of all bands, ascending: starts, ends, and whose they are."""
-        starts: list[Ints] = []
-        nbytes: list[Ints] = []
-        bands: list[Ints] = []
-        first = 0
-        for offset, (heads, states, cell), (head, token, _) in self._pages:
-            whole = token == cell or states == 1
-            steps = np.zeros(1, np.int64) if whole else np.arange(states) * token
-            places = offset + np.arange(heads)[:, None] * head + steps
-            starts.append(places.ravel())
-            nbytes.append(np.full(places.size, states * cell if whole else cell))
-            bands.append(np.repeat(np.arange(first, first + heads), len(steps)))
-            first += heads
-        start, size = np.concatenate(starts), np.concatenate(nbytes)
+        first, states, step, cell = np.array(self._bands, np.int64).T
+        owner = np.repeat(np.arange(len(first)), states)
+        nth = np.arange(len(owner)) - np.repeat(np.cumsum(states) - states, states)
+        start = first[owner] + nth * step[owner]
         order = np.argsort(start, kind="stable")
-        return start[order], (start + size)[order], np.concatenate(bands)[order]
-
-    @cached_property
-    def _spans(self) -> list[Range]:
-        """Per band where it lies in the row; empty where some band is not a single run."""
-        if not all(n == 1 or token == cell for _, (_, n, cell), (_, token, _) in self._pages):
-            return []
-        return [
-            (offset + h * head, offset + h * head + states * cell)
-            for offset, (heads, states, cell), (head, _, _) in self._pages
-            for h in range(heads)
-        ]
+        return start[order], (start + cell[owner])[order], owner[order]
 
     # ── bands ─────────────────────────────────────────────────────────────────────
 
@@ -133,32 +114,26 @@ class RowObjects:
     def ranges(self, bands: Ints) -> list[Range]:
         """The bytes of bands in the row, in the fewest ranges."""
         run_starts, run_ends, owners = self._runs
-        mine = np.isin(owners, bands)
-        starts, ends = run_starts[mine], run_ends[mine]
+        which = np.isin(owners, bands)
+        starts, ends = run_starts[which], run_ends[which]
         apart = np.flatnonzero(starts[1:] != ends[:-1]) + 1
         first, last = np.append(0, apart), np.append(apart, len(starts)) - 1
         return list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
 
     def checksums(self, row: Bytes, bands: Ints | None = None) -> Checksums:
         """The checksums of some bands of a row, or of all."""
-        if self._spans:
-            numbers: list[int] = [] if bands is None else np.sort(bands).tolist()
-            which = self._spans if bands is None else [self._spans[b] for b in numbers]
-            data = row.data
-            return np.array([xxhash.xxh3_64_intdigest(data[lo:hi]) for lo, hi in which], "<u8")
-        found: list[int] = []
-        first = 0
-        wanted = None if bands is None else np.sort(bands)
-        for offset, (heads, states, cell), strides in self._pages:
-            which = range(heads) if wanted is None else _between(wanted, first, heads)
-            first += heads
-            if not len(which):
-                continue
-            page = np.lib.stride_tricks.as_strided(
-                row[offset:], (heads, states, cell), strides, writeable=False
+        numbers: list[int] = [] if bands is None else np.sort(bands).tolist()
+        which = self._bands if bands is None else [self._bands[b] for b in numbers]
+        data = row.data
+        sums = [
+            xxhash.xxh3_64_intdigest(
+                data[at : at + cell]
+                if states == 1
+                else np.ndarray((states, cell), np.uint8, data, at, (step, 1)).tobytes()
             )
-            found += [xxhash.xxh3_64_intdigest(np.ascontiguousarray(page[h]).data) for h in which]
-        return np.array(found, "<u8")
+            for at, states, step, cell in which
+        ]
+        return np.array(sums, "<u8")
 
     # ── objects ───────────────────────────────────────────────────────────────────
 
@@ -185,8 +160,8 @@ class RowObjects:
         )
         if version != VERSION:
             return BadObject.VERSION
-        mine = (self.group, self.num_bands, self.row_bytes, self.fingerprint, key)
-        if (group, bands, row_bytes, fingerprint, name[:length]) != mine:
+        own = (self.group, self.num_bands, self.row_bytes, self.fingerprint, key)
+        if (group, bands, row_bytes, fingerprint, name[:length]) != own:
             return BadObject.FOREIGN
         end = _HEADER.size + 8 * self.num_bands
         if len(head) < end + _DIGEST:
@@ -206,15 +181,13 @@ class RowObjects:
         row = blob[self.row_start :]
         return row if self._agree(row, checksums, None) else BadObject.DAMAGED
 
-    def wanted(self, bands: Ints) -> list[Range]:
+    def ranges_with_head(self, bands: Ints) -> list[Range]:
         """The ranges of an object that hold its head and some bands."""
-        found = [(0, self.row_start)]
-        for start, end in self.ranges(bands):
-            found.append((self.row_start + start, self.row_start + end))
-        return found
+        at = self.row_start
+        return [(0, at), *((at + start, at + end) for start, end in self.ranges(bands))]
 
     def read_parts(self, key: bytes, parts: Sequence[Bytes], bands: Ints) -> Bytes | BadObject:
-        """A row of which these bands are as they were written, from the parts that are `wanted`.
+        """A row of which these bands are as they were written, from the ranges `ranges_with_head`.
 
         All other bytes of it are zero.
         """
@@ -229,12 +202,5 @@ class RowObjects:
         return row if self._agree(row, checksums, bands) else BadObject.DAMAGED
 
     def _agree(self, row: Bytes, checksums: Checksums, bands: Ints | None) -> bool:
-        said = checksums if bands is None else checksums[np.sort(bands)]
-        found: Bools = self.checksums(row, bands) == said
-        return bool(found.all())
-
-
-def _between(numbers: Ints, first: int, count: int) -> list[int]:
-    """The numbers in `[first, first + count)`, counted from `first`; `numbers` ascend."""
-    lo, hi = np.searchsorted(numbers, (first, first + count)).tolist()
-    return (numbers[lo:hi] - first).tolist()
+        expected = checksums if bands is None else checksums[np.sort(bands)]
+        return np.array_equal(self.checksums(row, bands), expected)

@@ -41,9 +41,6 @@ from kvstow.route.sources import SourceRoute, sources
 MOST_KINDS = 64
 """Kinds of rows whose pieces are kept."""
 
-FEW_COPIES = 64
-"""More copies than that are made by one call of numpy, in pieces of one length."""
-
 
 @dataclass(frozen=True, eq=False)
 class RowPiece:
@@ -63,10 +60,6 @@ class RowPiece:
         """Copy what the row takes from a row of the writer's."""
         if self.bands is None:
             row[:] = source
-        elif len(self.copies) <= FEW_COPIES:
-            columns = (self.copies.source, self.copies.destination, self.copies.nbytes)
-            for here, there, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-                row[there : there + nbytes] = source[here : here + nbytes]
         else:
             unit, here, there = self._units
             _cut(row, unit)[there] = _cut(source, unit)[here]

@@ -20,10 +20,9 @@ from kvstow.offload.remote.calls import Breaker, Calls, Tallies
 from kvstow.offload.remote.client import Blob, BlobClient, StoreUnreachable
 from kvstow.offload.remote.collect import Quota, last_usage
 from kvstow.offload.remote.directory import Directory, WriterLayout
-from kvstow.offload.remote.fetch import LOTS, Fetcher
-from kvstow.offload.remote.lookup import LookUps, Parts
+from kvstow.offload.remote.fetch import LOTS, Fetcher, LookUps, Parts
 from kvstow.offload.remote.url import RemoteOptions, opened
-from kvstow.offload.remote.writes import WriteAdmission, WriteQueue
+from kvstow.offload.remote.writes import WriteQueue
 from kvstow.offload.tier import (
     Bools,
     Bytes,
@@ -34,6 +33,7 @@ from kvstow.offload.tier import (
     checked_keys,
     checked_rows,
     known_identity,
+    loaded,
     note_unverified,
 )
 from kvstow.plan.identity import Identity
@@ -47,9 +47,6 @@ ROOM_BYTES = 16 << 20
 
 SPARE_BYTES = 64 << 20
 """So many bytes are kept for objects to come."""
-
-SOME_BYTES = 4 << 20
-"""Rows are handed to the writing threads so many bytes at a time."""
 
 REFRESH_SECONDS = 15.0
 """How often the directory of writers is read again, and the own entry renewed."""
@@ -93,7 +90,9 @@ class RemoteTier:
             self._own.fingerprint,
             self.misses,
         )
-        self._fetcher = Fetcher(self.client, self._calls, self._look_ups, self.misses)
+        self._fetcher = Fetcher(
+            self.client, self._calls, self._look_ups, self.misses, self._remove_bad
+        )
         self._quota = Quota(self.options)
         self._counter = Counter()
         self._published = float("-inf")
@@ -103,11 +102,11 @@ class RemoteTier:
         self.writes = WriteQueue(
             self.client,
             self.breaker,
+            self._quota,
             max_bytes=self.options.queue,
             before=self._publish,
             written=self._count_written,
             done=self._give_back,
-            refusal=self._quota.refusal,
         )
         self._closing = Event()
         self.refresh()
@@ -183,17 +182,14 @@ class RemoteTier:
         checked_keys(self.layout, group, keys)
         return np.array([parts is not None for parts in self._where(group, keys)], bool)
 
-    def _where(
-        self, group: int, keys: Sequence[bytes], *, to_fetch: bool = False
-    ) -> list[Parts | None]:
+    def _where(self, group: int, keys: Sequence[bytes]) -> list[Parts | None]:
         if self.breaker.is_open or not self._has_answered:
             self.misses.add("unreachable", len(keys))
             return [None] * len(keys)
-        ask = self._look_ups.to_fetch if to_fetch else self._look_ups.look_up
-        found = ask(group, keys, self.options.budget)
-        lost = [self._name(group, key) for key, parts in zip(keys, found, strict=True) if not parts]
+        where = self._look_ups.look_up(group, keys, self.options.budget)
+        lost = [self._name(group, key) for key, parts in zip(keys, where, strict=True) if not parts]
         self.writes.forget(lost)  # a row that was collected is sent again
-        return found
+        return where
 
     # ── rows ──────────────────────────────────────────────────────────────────────
 
@@ -201,36 +197,24 @@ class RemoteTier:
         """Copy rows out; which of them were there, whole, and in time."""
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
         found = np.zeros(len(keys), bool)
-        where = self._where(group, keys, to_fetch=True)
-        parts = {i: each for i, each in enumerate(where) if each is not None}
+        parts = {i: each for i, each in enumerate(self._where(group, keys)) if each is not None}
+        row_bytes = self.layout.row_bytes(group)
         if parts and not self.breaker.is_open:
-            asked = [keys[i] for i in parts]
-            row_bytes = self.layout.row_bytes(group)
-            numbers = list(parts)
-            for at, row in self._fetcher.rows(
-                group, row_bytes, asked, list(parts.values()), self.options.load
-            ):
-                rows[numbers[at]][:] = row
-                found[numbers[at]] = True
-            self._clean_up(group, [keys[i] for i in parts if not found[i]])
-        count = int(found.sum())
-        nbytes = count * self.layout.row_bytes(group)
-        self._counter.add(
-            Counts(hits=count, misses=len(keys) - count, loaded_rows=count, loaded_bytes=nbytes)
-        )
+            at = list(parts)
+            for n, row in self._fetcher.rows(row_bytes, list(parts.values()), self.options.load):
+                rows[at[n]][:] = row
+                found[at[n]] = True
+            lost = [keys[i] for i in parts if not found[i]]
+            self._look_ups.forget(group, lost)
+            self.writes.forget([self._name(group, key) for key in lost])
+        self._counter.add(loaded(len(keys), int(found.sum()), row_bytes))
         return found
 
-    def _clean_up(self, group: int, lost: Sequence[bytes]) -> None:
-        """Rows were not there, or not whole: look again next time, and remove what is broken, so
-        that it can be written again."""
-        self._look_ups.forget(group, lost)
-        self.writes.forget([self._name(group, key) for key in lost])
-        bad = self._fetcher.take_bad()
-        if bad:
-            what = f"{len(bad)} broken objects are removed, {bad[0]} first"
-            log.warning("%s: %s", self.client.where, what)
-            self._counter.add(Counts(failures=len(bad)))
-            self._calls.start(lambda: self.client.delete(bad))
+    def _remove_bad(self, name: str) -> None:
+        """An object is not the row that its name says: it goes, so that it can be written again."""
+        log.warning("%s: a broken object is removed: %s", self.client.where, name)
+        self._counter.add(Counts(failures=1))
+        self._calls.start(lambda: self.client.delete([name]))
 
     def store(
         self,
@@ -245,24 +229,17 @@ class RemoteTier:
         counted in `writes.dropped`.
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
-        taken = np.zeros(len(keys), bool)
         objects = self._objects[group]
         room = self._rooms[objects.nbytes]
-        blobs: list[Blob] = []
-        try:
-            for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
-                name = self._name(group, key)
-                admission = self.writes.admit(name, objects.nbytes)
-                taken[i] = admission is not WriteAdmission.DROPPED
-                if admission is WriteAdmission.TAKEN:
-                    with self.writes.withdrawn_on_error(name, objects.nbytes):
-                        blobs.append(Blob(name, objects.written(key, row, room.take())))
-                if len(blobs) * objects.nbytes >= SOME_BYTES:
-                    self.writes.put(blobs)
-                    blobs = []
-        finally:
-            self.writes.put(blobs)
-        return taken
+        taken = (
+            self.writes.add(
+                self._name(group, key),
+                objects.nbytes,
+                lambda key=key, row=row: objects.written(key, row, room.take()),
+            )
+            for key, row in zip(keys, rows, strict=True)
+        )
+        return np.fromiter(taken, bool, len(keys))
 
     def _name(self, group: int, key: bytes) -> str:
         return self._directory.row_name(self._own.fingerprint, group, key)
@@ -281,18 +258,17 @@ class RemoteTier:
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         """Remove the objects that rows are made of; how many rows were there and are gone."""
         checked_keys(self.layout, group, keys)
-        where = zip(keys, self._where(group, keys), strict=True)
-        found = [(key, parts) for key, parts in where if parts is not None]
-        names = list({self._look_ups.name(part) for _, parts in found for part in parts})
+        objects = {
+            key: {self._look_ups.name(part) for part in parts}
+            for key, parts in zip(keys, self._where(group, keys), strict=True)
+            if parts is not None
+        }
+        names = list(set[str]().union(*objects.values()))
         try:
             kept = self._calls.run(lambda: self.client.delete(names), self.options.load)
         except StoreUnreachable:
             return 0
-        gone = [
-            key
-            for key, parts in found
-            if not all(self._look_ups.name(part) in kept for part in parts)
-        ]
+        gone = [key for key, each in objects.items() if not each <= kept.keys()]
         self._look_ups.forget(group, gone)
         self.writes.forget([name for name in names if name not in kept])
         self._counter.add(Counts(evicted_rows=len(gone)))

@@ -6,9 +6,7 @@ what is there already is not sent again. What is refused, and why, is counted.
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
 from threading import Condition, Lock, Thread
 from time import monotonic
 
@@ -21,6 +19,8 @@ from kvstow.offload.remote.client import (
     StoreFull,
     StoreUnreachable,
 )
+from kvstow.offload.remote.collect import Quota
+from kvstow.offload.tier import Bytes
 
 log = logging.getLogger("kvstow.offload")
 
@@ -30,43 +30,32 @@ RECENT_SECONDS = 60.0
 """So many names that were written or seen so lately are not sent again."""
 
 
-class WriteAdmission(Enum):
-    """What becomes of a row that is to be written."""
-
-    KNOWN = auto()
-    """It waits, is being written, or was lately."""
-    TAKEN = auto()
-    """There is room for it: `put` must follow."""
-    DROPPED = auto()
-    """It is not written, and counted."""
-
-
 class WriteQueue:
-    """Blobs that threads of its own bring to a store.
+    """Blobs that threads of its own bring to a store, within a quota.
 
     `before` is called before each batch, `written` with the blobs that are new in the store, and
-    `done` with all of a batch when their memory is needed no more. `refusal` says why so many bytes
-    are too much, beside as many that wait.
+    `done` with all of a batch when their memory is needed no more.
     """
 
     def __init__(
         self,
         client: BlobClient,
         breaker: Breaker,
+        quota: Quota,
         *,
         max_bytes: int,
         before: Callable[[], None],
         written: Callable[[Sequence[Blob]], None],
         done: Callable[[Sequence[Blob]], None],
-        refusal: Callable[[int, int], str],
     ) -> None:
-        self._client, self._breaker = client, breaker
+        self._client, self._breaker, self._quota = client, breaker, quota
         self._max_bytes = max_bytes
-        self._before, self._written, self._after, self._refusal = before, written, done, refusal
+        self._before, self._written, self._after = before, written, done
         self._waiting: deque[Blob] = deque()
         self._names: set[str] = set()
         """Of blobs that were taken and are not written yet."""
         self._nbytes = 0
+        """Theirs."""
         self._recent: OrderedDict[str, float] = OrderedDict()
         """When objects were written or seen, the oldest first."""
         self._absent: OrderedDict[str, float] = OrderedDict()
@@ -85,17 +74,12 @@ class WriteQueue:
             thread.start()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that were taken and are not written yet."""
-        return self._nbytes
-
-    @property
     def dropped(self) -> dict[str, int]:
         """Rows that were not written, by reason."""
         with self._lock:
             return dict(sorted(self._dropped.items()))
 
-    def drop(self, reason: str, message: str, count: int = 1) -> None:
+    def _drop(self, reason: str, message: str, count: int = 1) -> None:
         """Rows are not written; the message is logged once a minute."""
         with self._lock:
             self._dropped[reason] += count
@@ -104,47 +88,39 @@ class WriteQueue:
         if not silent:
             log.warning("%s: rows are not written: %s", self._client.where, message)
 
-    def admit(self, name: str, nbytes: int) -> WriteAdmission:
-        """Whether a blob may come: one that is taken has a place in the queue from now on.
-
-        One alone always fits.
-        """
+    def add(self, name: str, nbytes: int, make: Callable[[], Bytes]) -> bool:
+        """Write what `make` gives, unless it waits, is being written, or was lately; False where it
+        is dropped, and counted. One alone always fits. Never waits."""
         with self._lock:
             seen = self._recent.get(name, float("-inf"))
             if name in self._names or monotonic() - seen < RECENT_SECONDS:
-                return WriteAdmission.KNOWN
+                return True
             reason, message = self._too_much(nbytes)
             if not reason:
                 self._names.add(name)
                 self._nbytes += nbytes
-                return WriteAdmission.TAKEN
-        self.drop(reason, message)
-        return WriteAdmission.DROPPED
+        if reason:
+            self._drop(reason, message)
+            return False
+        try:
+            blob = Blob(name, make())
+        except BaseException:
+            self._leave([(name, nbytes)])
+            raise
+        with self._lock:
+            self._waiting.append(blob)
+            self._arrived.notify()
+        return True
 
     def _too_much(self, nbytes: int) -> tuple[str, str]:
         """Why so many bytes more are not taken, in a word and in full; empty where they are."""
         if self._closed or self._breaker.is_open:
             return "unreachable", self._breaker.reason or "the tier is closed"
-        if refusal := self._refusal(nbytes, self._nbytes):
+        if refusal := self._quota.refusal(nbytes, self._nbytes):
             return "quota", refusal
         if self._nbytes and self._nbytes + nbytes > self._max_bytes:
             return "queue full", f"{self._nbytes} of {self._max_bytes} bytes wait already"
         return "", ""
-
-    @contextmanager
-    def withdrawn_on_error(self, name: str, nbytes: int) -> Generator[None]:
-        """A blob that was taken is made meanwhile; if that fails, its place is free again."""
-        try:
-            yield
-        except BaseException:
-            self._leave([(name, nbytes)])
-            raise
-
-    def put(self, blobs: Sequence[Blob]) -> None:
-        """Write blobs that were taken, unless the store fails. Never waits."""
-        with self._lock:
-            self._waiting.extend(blobs)
-            self._arrived.notify()
 
     def forget(self, names: Sequence[str]) -> None:
         """These objects are not there: the next time they come they are sent again."""
@@ -164,8 +140,7 @@ class WriteQueue:
         with self._lock:
             self._closed = True
             self._dropped["closed"] += len(self._waiting)
-            for blob in self._waiting:
-                self._nbytes -= blob.data.nbytes
+            self._nbytes -= sum(blob.data.nbytes for blob in self._waiting)
             self._waiting.clear()
             self._arrived.notify_all()
             self._changed.notify_all()
@@ -176,7 +151,7 @@ class WriteQueue:
     # ── threads ───────────────────────────────────────────────────────────────────
 
     def _work(self) -> None:
-        while batch := self._taken():
+        while batch := self._next_batch():
             try:
                 self._write(batch)
             except StoreUnreachable as error:
@@ -184,13 +159,14 @@ class WriteQueue:
                 with self._lock:
                     self._dropped["unreachable"] += len(batch)
             except StoreFull as error:
-                self.drop(NO_ROOM, str(error), len(batch))
+                self._drop(NO_ROOM, str(error), len(batch))
             except Exception as error:  # the next batch may go well: a thread less would not
-                self.drop("failed", f"{type(error).__name__}: {error}", len(batch))
+                self._drop("failed", f"{type(error).__name__}: {error}", len(batch))
             finally:
-                self._done(batch)
+                self._after(batch)
+                self._leave([(blob.name, blob.data.nbytes) for blob in batch])
 
-    def _taken(self) -> list[Blob]:
+    def _next_batch(self) -> list[Blob]:
         """Blobs of about one batch, when there are any; none when the queue is closed."""
         with self._lock:
             self._arrived.wait_for(lambda: self._waiting or self._closed)
@@ -212,7 +188,7 @@ class WriteQueue:
         self._breaker.succeeded()
         lost = {name: reason for name, reason in refused.items() if reason != THERE}
         for reason, count in Counter(lost.values()).items():
-            self.drop(reason, f"{reason} for {count} of {len(batch)} rows", count)
+            self._drop(reason, f"{reason} for {count} of {len(batch)} rows", count)
         with self._lock:
             _note(self._recent, [blob.name for blob in batch if blob.name not in lost])
         self._written([blob for blob in new if blob.name not in refused])
@@ -227,10 +203,6 @@ class WriteQueue:
             return set()
         there: list[bool] = self._client.exists(names).tolist()
         return {name for name, is_there in zip(names, there, strict=True) if is_there}
-
-    def _done(self, batch: Sequence[Blob]) -> None:
-        self._after(batch)
-        self._leave([(blob.name, blob.data.nbytes) for blob in batch])
 
     def _leave(self, blobs: Sequence[tuple[str, int]]) -> None:
         """Blobs, by name and bytes, are in the queue no more."""
