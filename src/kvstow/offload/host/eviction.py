@@ -134,10 +134,12 @@ class S3Fifo:
         return len(self._small) + len(self._main)
 
     def insert(self, slots: Ints, marks: Iterable[int]) -> None:
-        self._marks[slots] = np.array(list(marks), np.uint64)
+        known = list(marks)
+        self._marks[slots] = np.array(known, np.uint64)
         self._uses[slots] = 0
-        is_back = _has(self._ghosts, self._marks[slots])
-        _drop(self._ghosts, self._marks[slots])
+        is_back = np.array([mark in self._ghosts for mark in known], bool)
+        for mark in known:
+            self._ghosts.pop(mark, None)
         _push(self._small, slots[~is_back])
         _push(self._main, slots[is_back])
 

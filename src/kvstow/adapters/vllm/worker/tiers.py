@@ -33,8 +33,8 @@ from kvstow.memory.numa import node_of
 from kvstow.observe import Telemetry
 from kvstow.offload.copies.jobs import MoverJob
 from kvstow.offload.copies.mover import Mover
-from kvstow.offload.disk.tree import RowListing
 from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.disk.tree import RowListing
 from kvstow.offload.host.shared import shared_tier, split_capacity
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.metrics import watch_tiers
