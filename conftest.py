@@ -19,7 +19,7 @@ OPTIONAL = {
     "src/kvstow/adapters/router/server.py": "aiohttp",
     "src/kvstow/adapters/lmcache.py": "lmcache",
     "src/kvstow/adapters/sglang/backend.py": "sglang",
-    "src/kvstow/offload/remote/clients/mooncake.py": "mooncake",
+    "src/kvstow/offload/remote/mooncake.py": "mooncake",
 }
 ROOT = Path(__file__).parent
 
