@@ -63,7 +63,7 @@ def damage(files: list[Path]) -> int:
 
 def host_files(shared: str) -> list[Path]:
     """The files of a shared host tier."""
-    from kvstow.memory.allocate import shared_path
+    from kvstow.offload.host.shared import shared_path
 
     return disk_files(shared_path(shared))
 

@@ -6,7 +6,7 @@ python examples/adopt_tensors.py
 import torch
 
 import kvstow
-from kvstow.memory.adopt import adopted_layout
+from kvstow.plan.pack import Alignment, Site
 
 NUM_BLOCKS, HEADS, BLOCK_TOKENS, HEAD_DIM = 64, 4, 16, 32
 
@@ -17,13 +17,13 @@ def main() -> None:
         for i in range(6)
     )
     # What an engine has: one tensor per layer, [block, token, head, k and v].
-    tensors = {
-        f"layers.{i}": torch.randn(NUM_BLOCKS, BLOCK_TOKENS, HEADS, 2 * HEAD_DIM) for i in range(6)
-    }
+    memory = torch.randn(6, NUM_BLOCKS, BLOCK_TOKENS, HEADS, 2 * HEAD_DIM)
+    tensors = {f"layers.{i}": memory[i] for i in range(6)}
     axes = ("block", "token", "head", "content")
-    theirs = adopted_layout(groups, tensors, axes=axes, order="LBNHC")
+    site = Site(order="LBNHC", alignment=Alignment(base=64))
+    theirs = kvstow.separate(groups, num_slabs=NUM_BLOCKS, site=site)
     engine = kvstow.Arena.adopt(theirs, tensors, axes=axes)
-    print(f"adopted {len(tensors)} tensors as {theirs.order}: {len(engine.regions)} regions")
+    print(f"adopted {len(tensors)} tensors as {theirs.order}")
 
     ours = kvstow.packed(groups, num_slabs=NUM_BLOCKS)
     rows = kvstow.Arena(ours)

@@ -8,13 +8,12 @@ import torch
 
 from kvstow.errors import ArenaError, BlockError, CopyError
 from kvstow.memory import cuda
-from kvstow.memory.adopt import adopted_layout
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import block_copies, choose_method, copy
 from kvstow.memory.digest import DigestOf, digest, prepared
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.plan.pack import Alignment, Site, packed, separate
 from kvstow.plan.retention import Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
@@ -148,9 +147,9 @@ def test_zero_and_poison_change_exactly_the_owners_bytes_on_the_device():
             refuses(BlockError, "are not in", lambda a=arena, b=beyond: a.zero(0, b))
 
 
-def test_pinned_memory_is_pinned_private_shared_or_on_huge_pages():
+def test_pinned_memory_is_pinned_on_huge_pages_or_not():
     layout = hybrid()
-    for kwargs in ({}, {"huge_pages": True}, {"shared": f"kvstow-gpu-{id(layout)}"}):
+    for kwargs in ({}, {"huge_pages": True}):
         with Arena(layout, pinned=True, **kwargs) as arena:
             assert arena.pinned
             arena.bytes.fill_(9)
@@ -164,9 +163,11 @@ def test_pinned_memory_is_pinned_private_shared_or_on_huge_pages():
 
 def test_engine_tensors_on_the_device_are_adopted_in_place():
     groups = grouped([layer(f"l.{i}") for i in range(3)])
-    tensors = {f"l.{i}": torch.randn(6, 4, 2, 16, device=DEVICE).bfloat16() for i in range(3)}
+    memory = torch.randn(3, 6, 4, 2, 16, device=DEVICE).bfloat16()
+    tensors = {f"l.{i}": memory[i] for i in range(3)}
     axes = ("block", "token", "head", "content")
-    layout = adopted_layout(groups, tensors, axes=axes, order="LBNHC")
+    site = Site(order="LBNHC", alignment=Alignment(base=64))
+    layout = separate(groups, num_slabs=6, site=site)
     mine = packed(groups, num_slabs=9)
     here, there = {0: Blocks.first([4, 1])}, {0: Blocks.first([7, 3])}
     with Arena.adopt(layout, tensors, axes=axes) as engine, Arena(mine, device=DEVICE) as arena:

@@ -9,8 +9,7 @@ import pytest
 from tiny import Remote, started
 from vllm_engines import GEMMA, LLAMA, SMALL, Prompts
 
-from kvstow.memory.allocate import shared_path
-from kvstow.offload.host.shared import remove
+from kvstow.offload.host.shared import remove, shared_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 

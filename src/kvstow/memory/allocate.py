@@ -10,11 +10,8 @@ import ctypes
 import mmap
 import os
 import re
-import stat
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -24,8 +21,6 @@ from kvstow.errors import ArenaError
 from kvstow.plan.view import align_up
 
 HUGE_PAGE_BYTES = 2 << 20
-SHARED_MEMORY = Path("/dev/shm")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 _NO_ACCESS = 0  # what <sys/mman.h> has and Python's mmap lacks
 _FIXED = 0x10
@@ -66,107 +61,6 @@ def host_bytes(nbytes: int, *, align: int, huge_pages: bool, pinned: bool) -> Ho
 def file_bytes(file: int, nbytes: int) -> torch.Tensor:
     """Host memory over an open file, which may be closed: the mapping stays."""
     return _mapped(nbytes, 1, file, huge_pages=False, pinned=False)
-
-
-# ── shared memory: names that another process can open ────────────────────────────────────
-
-
-def shared_bytes(
-    name: str, nbytes: int, *, align: int, huge_pages: bool, pinned: bool
-) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Fresh zeroed host memory that other processes attach to by name, and what removes the name.
-
-    An error on the way leaves nothing behind.
-    """
-    path = shared_path(name)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        file = os.open(path, flags, 0o600)
-    except FileExistsError:
-        raise ArenaError(
-            f"shared memory {name!r} is there already\n\nhint: Arena.attach maps what another "
-            f"process made; what a dead process left behind is {path}"
-        ) from None
-    remove = partial(_remove, path, os.fstat(file).st_ino, os.getpid())
-    try:
-        os.posix_fallocate(file, 0, align_up(nbytes, mmap.PAGESIZE))
-        return _mapped(nbytes, align, file, huge_pages=huge_pages, pinned=pinned), remove
-    except OSError as error:
-        remove()
-        raise ArenaError(f"shared memory {name!r}: {nbytes} bytes: {error.strerror}") from error
-    except BaseException:
-        remove()
-        raise
-    finally:
-        os.close(file)
-
-
-def attached_bytes(name: str, nbytes: int, *, align: int, pinned: bool) -> torch.Tensor:
-    """Host memory that another process of this user made under this name, of as many bytes."""
-    file = open_shared(name)
-    try:
-        size, wanted = os.fstat(file).st_size, align_up(nbytes, mmap.PAGESIZE)
-        if size != wanted:
-            raise ArenaError(
-                f"shared memory {name!r} has {size} bytes, the layout needs {wanted}\n\n"
-                f"hint: both processes must use the same layout"
-            )
-        return _mapped(nbytes, align, file, huge_pages=False, pinned=pinned)
-    finally:
-        os.close(file)
-
-
-def open_shared(name: str, flags: int = os.O_RDWR) -> int:
-    """A descriptor of shared memory that this user made and nobody else can open."""
-    path = shared_path(name)
-    try:
-        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise ArenaError(f"there is no shared memory {name!r}") from None
-    except OSError as error:
-        kind = "a link" if path.is_symlink() else "no ordinary file"
-        raise ArenaError(f"shared memory {name!r} is {kind}: {error.strerror}") from error
-    try:
-        check_ours(file, f"shared memory {name!r}")
-    except BaseException:
-        os.close(file)
-        raise
-    return file
-
-
-def check_ours(file: int, what: str) -> None:
-    """ArenaError unless an open file is an ordinary one, ours, closed to others, with one name."""
-    facts = os.fstat(file)
-    wrong = ""
-    if not stat.S_ISREG(facts.st_mode):
-        wrong = "is no ordinary file"
-    elif facts.st_uid != os.geteuid():
-        wrong = f"belongs to user {facts.st_uid}, and we are user {os.geteuid()}"
-    elif stat.S_IMODE(facts.st_mode) & 0o077:
-        wrong = f"has mode {stat.S_IMODE(facts.st_mode):#o}, others may open it; ours has 0o600"
-    elif facts.st_nlink != 1:
-        wrong = f"has {facts.st_nlink} names, ours has one"
-    if wrong:
-        raise ArenaError(f"{what} {wrong}\n\nhint: it was not made by kvstow; use another name")
-
-
-def shared_path(name: str) -> Path:
-    """Where the system keeps shared memory of that name."""
-    if not _NAME.fullmatch(name) or name in (".", ".."):
-        raise ArenaError(
-            f"shared memory cannot be called {name!r}\n\n"
-            f"hint: up to 200 letters, digits, dots, dashes and underscores"
-        )
-    return SHARED_MEMORY / name
-
-
-def _remove(path: Path, number: int, maker: int) -> None:
-    """Take a name away, in the process that made it, unless it stands for another file by now."""
-    if os.getpid() != maker:
-        return
-    with suppress(FileNotFoundError):
-        if path.lstat().st_ino == number:
-            path.unlink()
 
 
 # ── devices, and memory of others ─────────────────────────────────────────────────────────

@@ -4,8 +4,6 @@ Every view is `base + offset + Σ index · stride`, exactly the numbers of the l
 same storage: nothing is allocated, and a write through one view is seen through all.
 """
 
-import weakref
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Self
 
@@ -16,12 +14,10 @@ import torch
 from kvstow.errors import ArenaError, BlockError, SpecError
 from kvstow.memory.adopt import AxisNames, Tensors, adopted
 from kvstow.memory.allocate import (
-    attached_bytes,
     bytes_at,
     device_bytes,
     host_bytes,
     huge_page_bytes,
-    shared_bytes,
 )
 from kvstow.memory.dtypes import NUMPY_LACKS, TORCH_TYPES, page_type
 from kvstow.plan.layout import Layout
@@ -35,9 +31,9 @@ POISON = 0xFF
 class Arena:
     """One allocation of `layout.nbytes`, zeroed, its base aligned as planned.
 
-    `device` is torch's word for where: "cpu", "cuda:0". Host memory may be `pinned` (for CUDA),
-    `shared` under a name that other processes of this user attach to, and on huge pages where
-    the system grants them. A constructor that raises leaves nothing behind.
+    `device` is torch's word for where: "cpu", "cuda:0". Host memory may be `pinned` (for CUDA) and
+    on huge pages where the system grants them; other processes of this user can map what is not on
+    huge pages (`kvstow.memory.share`). A constructor that raises leaves nothing behind.
 
     >>> from kvstow.plan.group import grouped
     >>> from kvstow.plan.models import model_layers
@@ -64,67 +60,45 @@ class Arena:
         *,
         device: str | torch.device = "cpu",
         pinned: bool = False,
-        shared: str | None = None,
         huge_pages: bool = False,
     ) -> None:
         where, nbytes, align = _device(device), _planned(layout).nbytes, layout.base_align
-        remove, file = None, None
-        if where.type != "cpu":
-            if pinned or huge_pages or shared is not None:
-                raise ArenaError(f"memory of {where} is not pinned, shared or on huge pages")
-            memory = device_bytes(nbytes, where, align=align)
-        elif shared is None:
-            memory, file = host_bytes(nbytes, align=align, huge_pages=huge_pages, pinned=pinned)
-        else:
-            memory, remove = shared_bytes(
-                shared, nbytes, align=align, huge_pages=huge_pages, pinned=pinned
+        self._take(layout)
+        if where.type == "cpu":
+            self._bytes, self.file = host_bytes(
+                nbytes, align=align, huge_pages=huge_pages, pinned=pinned
             )
-        self._take(layout, memory, (Run(0, nbytes),), remove)
-        self.file = file
+        elif pinned or huge_pages:
+            raise ArenaError(f"memory of {where} is not pinned or on huge pages")
+        else:
+            self._bytes = device_bytes(nbytes, where, align=align)
 
     @classmethod
     def over(cls, layout: Layout, memory: torch.Tensor) -> Self:
         """An arena in memory of somebody else's: `layout.nbytes` bytes, kept by the tensor."""
         arena = cls.__new__(cls)
-        arena._take(layout, memory, (Run(0, layout.nbytes),), None)
-        return arena
-
-    @classmethod
-    def attach(cls, layout: Layout, name: str, *, pinned: bool = False) -> Self:
-        """The shared arena of that name, made by another process for the same layout."""
-        nbytes = _planned(layout).nbytes
-        memory = attached_bytes(name, nbytes, align=layout.base_align, pinned=pinned)
-        arena = cls.__new__(cls)
-        arena._take(layout, memory, (Run(0, nbytes),), None)
+        arena._take(layout, memory)
         return arena
 
     @classmethod
     def adopt(cls, layout: Layout, tensors: Tensors, *, axes: AxisNames) -> Self:
         """An arena in memory that an engine has allocated, verified against the layout.
 
-        `axes` names each tensor's axes as they stand. `kvstow.memory.adopt.adopted_layout`
-        makes the layout where the engine decided it. The arena keeps the tensors alive.
+        `axes` names each tensor's axes as they stand. The arena keeps the tensors alive.
         """
         engine = adopted(_planned(layout), tensors, axes=axes)
         memory = bytes_at(engine.address, layout.nbytes, engine.tensors[0].device)
-        arena = cls.__new__(cls)
-        arena._take(layout, memory, engine.regions, None)
+        arena = cls.over(layout, memory)
+        arena.regions = engine.regions
         arena._kept = engine.tensors
         return arena
 
-    def _take(
-        self,
-        layout: Layout,
-        memory: torch.Tensor,
-        regions: tuple[Run, ...],
-        remove: Callable[[], None] | None,
-    ) -> None:
+    def _take(self, layout: Layout, memory: torch.Tensor | None = None) -> None:
         self.layout = layout
-        self.regions = regions
-        self.file: int | None = None
-        self._bytes: torch.Tensor | None = memory
+        self.regions = (Run(0, layout.nbytes),)
+        self.file = None
+        self._bytes = memory
         self._kept: tuple[torch.Tensor, ...] = ()
-        self._end = None if remove is None else weakref.finalize(self, remove)
 
     # ── what it is ────────────────────────────────────────────────────────────────
 
@@ -257,14 +231,8 @@ class Arena:
     # ── its end ───────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Let go of the memory; it is unmapped when the last view of it has gone.
-
-        A shared name disappears at once (and with its maker, at the latest); processes that
-        have attached keep the memory.
-        """
+        """Let go of the memory; it is unmapped when the last view of it has gone."""
         self._bytes, self._kept = None, ()
-        if self._end is not None:
-            self._end()
 
     def __enter__(self) -> Self:
         return self

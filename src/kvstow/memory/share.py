@@ -2,11 +2,14 @@
 
     share(arena) ─▶ SharedArena, a few hundred bytes ─▶ Mapping(shared, layout).arena
 
-Host memory is mapped by the descriptor of its file in memory, device memory by CUDA IPC. A mapping
-keeps the memory alive: the process that shared it may end, and the bytes stay as they were, and
-stay allocated, until the mapping is closed.
+Host memory is mapped by the descriptor of its file in memory, device memory by CUDA IPC, whose
+handles stand for whole allocations. torch's allocator and `cudaMalloc` make such; memory of CUDA's
+virtual memory interface (expandable segments, vLLM's sleep mode) has none. A mapping keeps the
+memory alive: the process that shared it may end, and the bytes stay as they were, and stay
+allocated, until the mapping is closed.
 """
 
+import ctypes
 import os
 import select
 from contextlib import suppress
@@ -19,14 +22,17 @@ import numpy as np
 import torch
 
 from kvstow.errors import NotShared
-from kvstow.memory import ipc
 from kvstow.memory.allocate import bytes_at, file_bytes, host_bytes
 from kvstow.memory.arena import Arena
+from kvstow.memory.cuda import runtime
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _NAMESPACES = ("ipc", "pid", "user")
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
 
 
 class SharedFile(msgspec.Struct, frozen=True, array_like=True, tag="file"):
@@ -41,7 +47,7 @@ class SharedAllocation(msgspec.Struct, frozen=True, array_like=True, tag="alloca
     """Device memory: the handle of one allocation, and where in it the arena begins."""
 
     gpu: Annotated[str, msgspec.Meta(max_length=64)]
-    handle: Annotated[bytes, msgspec.Meta(min_length=ipc.HANDLE_BYTES, max_length=ipc.HANDLE_BYTES)]
+    handle: Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
     offset: _Number
 
 
@@ -65,7 +71,7 @@ def share(arena: Arena) -> SharedArena:
 
 def _shared_memory(arena: Arena) -> SharedFile | SharedAllocation:
     if arena.device.type == "cuda":
-        return SharedAllocation(_gpu(arena.device), *ipc.exported(arena.address, arena.nbytes))
+        return SharedAllocation(_gpu(arena.device), *_exported(arena.address, arena.nbytes))
     if arena.file is None:
         raise NotShared("memory", "host memory that was adopted, or lies on huge pages")
     return shared_file(arena.file)
@@ -99,7 +105,7 @@ class Mapping:
         if shared.nbytes != layout.nbytes:
             raise NotShared("memory", f"{shared.nbytes} bytes, the layout has {layout.nbytes}")
         self.process = Process(shared.process)
-        self._opened: int | None = None
+        self._allocation: int | None = None
         try:
             self.arena = Arena.over(layout, self._memory(shared, device))
         except BaseException:
@@ -117,16 +123,16 @@ class Mapping:
                     raise NotShared("memory", f"it is on GPU {gpu}, ours is on {device}")
                 if shared.process == os.getpid():
                     raise NotShared("process", "a process cannot map its own device memory")
-                self._opened = ipc.opened(handle, device)
-                return bytes_at(self._opened + offset, shared.nbytes, device)
+                self._allocation = _open(handle, device)
+                return bytes_at(self._allocation + offset, shared.nbytes, device)
 
     def close(self) -> None:
         """Let go of the memory. Nothing may be reading it."""
         self.arena.close()
         self.process.close()
-        if self._opened is not None:
-            ipc.close(self._opened)
-            self._opened = None
+        if self._allocation is not None:
+            _close(self._allocation)
+            self._allocation = None
 
 
 def mapped_counters(shared: SharedArena, file: SharedFile, count: int) -> Ints:
@@ -196,3 +202,61 @@ def node() -> str:
 def _gpu(device: torch.device) -> str:
     properties = cast(Any, torch.cuda.get_device_properties)  # pyright: ignore[reportUnknownMemberType]
     return str(properties(device).uuid)
+
+
+# ── device memory: CUDA IPC ───────────────────────────────────────────────────────────────
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+def _exported(address: int, nbytes: int) -> tuple[bytes, int]:
+    """The handle of the allocation that holds these bytes, and where in it they begin. NotShared
+    where they are no part of a single allocation, or it cannot be exported."""
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    _succeed("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+    offset = address - base.value
+    if offset + nbytes > size.value:
+        raise NotShared("memory", f"{nbytes} bytes of several allocations, the first {size.value}")
+    _succeed("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
+    return bytes(handle), offset
+
+
+def _open(handle: bytes, device: torch.device) -> int:
+    """The address at which another process's allocation lies here, until it is closed."""
+    address = ctypes.c_uint64()
+    with torch.cuda.device(device):
+        runtime().cudaFree(None)  # makes the device's context this thread's
+        _succeed(
+            "cuIpcOpenMemHandle_v2",
+            ctypes.byref(address),
+            _Handle.from_buffer_copy(handle),
+            _LAZY_PEER_ACCESS,
+        )
+    return address.value
+
+
+def _close(address: int) -> None:
+    """Unmap an allocation. Whoever reads it then fails, so nothing may."""
+    _succeed("cuIpcCloseMemHandle", address)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    torch.cuda.init()
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer, number = ctypes.c_void_p, ctypes.c_uint64
+    driver.cuMemGetAddressRange_v2.argtypes = [pointer, pointer, number]
+    driver.cuIpcGetMemHandle.argtypes = [pointer, number]
+    driver.cuIpcOpenMemHandle_v2.argtypes = [pointer, _Handle, ctypes.c_uint]
+    driver.cuIpcCloseMemHandle.argtypes = [number]
+    return driver
+
+
+def _succeed(call: str, *arguments: object) -> None:
+    status = getattr(_driver(), call)(*arguments)
+    if status:
+        raise NotShared("memory", f"{call}: CUDA error {status}")

@@ -7,10 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstow.errors import ArenaError, StoreError
-from kvstow.memory.allocate import shared_path
+from kvstow.errors import StoreError
 from kvstow.offload.disk.inspect import survey
-from kvstow.offload.host.shared import remove, shared_folder, shared_tier, split_capacity
+from kvstow.offload.host.shared import (
+    remove,
+    shared_folder,
+    shared_path,
+    shared_tier,
+    split_capacity,
+)
 from kvstow.offload.rows import pooled
 from offloading import IDENTITY, hybrid, numbered_key, numbered_row
 
@@ -111,7 +116,7 @@ def test_a_name_that_is_removed_costs_rows_only(name):
 
 @pytest.mark.parametrize("bad", ["", "a/b", "..", "x" * 300])
 def test_a_name_that_is_none_is_refused(bad):
-    with pytest.raises(ArenaError, match="cannot be called"):
+    with pytest.raises(StoreError, match="cannot be called"):
         shared_tier(bad, hybrid(), capacity=MIB)
 
 

@@ -7,19 +7,33 @@ stay when the last process ends, until they are evicted, `kvstow store prune` dr
 is removed, or the machine restarts.
 """
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from kvstow.memory.allocate import shared_path
+from kvstow.errors import StoreError
 from kvstow.offload.disk.files import MemoryFiles, make_directory, store_errors
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.rows import row_layout
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import fingerprint
 
+SHARED_MEMORY = Path("/dev/shm")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
 WINDOW_SHARE = 8
 LEAST_WINDOW = 64 << 20
+
+
+def shared_path(name: str) -> Path:
+    """Where the memory of a name is."""
+    if not _NAME.fullmatch(name) or name in (".", ".."):
+        raise StoreError(
+            f"shared memory cannot be called {name!r}\n\n"
+            f"hint: up to 200 letters, digits, dots, dashes and underscores"
+        )
+    return SHARED_MEMORY / name
 
 
 def shared_folder(name: str, layout: Layout) -> Path:
