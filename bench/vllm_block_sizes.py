@@ -60,7 +60,7 @@ def unequal(prefill: Remote, decode: Remote, length: int, settings: Settings) ->
         seconds.append(done["first"])
         wrong += done["text"] != told[1:]
     after = decode.counts()
-    refused = after.get("pull refused", 0) - before.get("pull refused", 0)
+    refused = after.get("pulls refused", 0) - before.get("pulls refused", 0)
     return {**spread(seconds), **counted(before, after), "refused": refused, "wrong_texts": wrong}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_engines import EngineOptions, Prompts, Remote, connector
 
-WHAT = ("restored tokens", "restore failed", "damaged rows")
+WHAT = ("restored_tokens", "restore_failures", "damaged_rows")
 EVERY = 1 << 16
 """A few bytes are overwritten in every so many: no row stays whole."""
 

@@ -46,7 +46,7 @@ def failed(
     if done is None:
         done = decode.first(job)
     grown = {k: v - before.get(k, 0.0) for k, v in decode.counts().items()}
-    faults = ("pull ", "refused")
+    faults = ("pulls ", "refused_requests")
     return {
         "first_token_s": round(done["first"], 3),
         "counted": {k: v for k, v in grown.items() if v and k.startswith(faults) and k[-1] != "s"},

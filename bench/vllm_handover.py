@@ -55,13 +55,13 @@ def kvstow(model: Path, logs: Path) -> dict[str, Any]:
     launch = Launch(model=model, name="m", settings={"digest": "off"}, environment=TCP)
     with running(launch, launch, logs=logs) as pair:
         same = handed_over(pair, {"do_remote_decode": True})
-        pair[1].await_count("pull accepted", PROMPTS)
+        pair[1].await_count("pulls accepted", PROMPTS)
         counts = pair[1].counts()
     return {
         "identical": same,
-        "descriptors": counts["descriptors"],
-        "bytes": counts["pulled bytes"],
-        "seconds": counts["pull seconds"],
+        "descriptors": counts["pull_descriptors"],
+        "bytes": counts["pulled_bytes"],
+        "seconds": counts["pull_seconds"],
     }
 
 

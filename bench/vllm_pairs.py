@@ -85,11 +85,11 @@ def begun(engines: list[Remote]) -> None:
 def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """What kvstow's own counters say of the pulls between: milliseconds and descriptors each."""
     grown = {what: after[what] - before.get(what, 0.0) for what in after}
-    pulls = grown.get("pull accepted", 0)
+    pulls = grown.get("pulls accepted", 0)
     if not pulls:
         return {}
     return {
-        "agent_ms": round(1000 * grown["pull seconds"] / pulls, 1),
-        "descriptors": grown["descriptors"] / pulls,
-        "megabytes": round(grown["pulled bytes"] / pulls / 1e6, 1),
+        "agent_ms": round(1000 * grown["pull_seconds"] / pulls, 1),
+        "descriptors": grown["pull_descriptors"] / pulls,
+        "megabytes": round(grown["pulled_bytes"] / pulls / 1e6, 1),
     }

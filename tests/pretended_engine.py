@@ -176,8 +176,8 @@ class Engine:
 
     def _counts(self) -> dict[str, Any]:
         counts = self.hands.counts.take()
-        counts.pop("pull seconds", None)
-        counts.pop("load seconds", None)
+        counts.pop("pull_seconds", None)
+        counts.pop("load_seconds", None)
         return counts
 
     def until(self, over: Callable[[Seen], bool], seconds: float = 30) -> Seen:

@@ -41,7 +41,7 @@ def test_different_block_sizes_are_refused_and_the_text_is_right(smollm2: Path, 
         params = prefill.tickets(prompt)
         text = decode.text(prompt, max_tokens=8, kv_transfer_params=params)
         assert text == prefill.text(prompt, max_tokens=8)
-        assert decode.await_count("pull refused") == 1
+        assert decode.await_count("pulls refused") == 1
         assert "tokens per state is 128 in the source, 64 in the destination" in (
             decode.log.read_text(errors="replace")
         )
@@ -163,12 +163,12 @@ LATENTS = "dsv3", (16, 32), lambda size: {"KVSTOW_MLA_BLOCK": f"{size}"}
 @pytest.mark.parametrize("pair", [LATENTS], indirect=True, ids=["dsv3"])
 def test_latents_are_handed_over_into_blocks_of_another_size(pair: list[Server], way: int):
     prefill, decode = pair[::way]
-    before = decode.counts().get("pull accepted", 0)
+    before = decode.counts().get("pulls accepted", 0)
     for length in LENGTHS:
         handed_over(prefill, decode, length, way * length)
     accepted = before + len(LENGTHS)
-    assert decode.await_count("pull accepted", accepted) == accepted
-    assert decode.counts().get("pull refused", 0) == 0
+    assert decode.await_count("pulls accepted", accepted) == accepted
+    assert decode.counts().get("pulls refused", 0) == 0
 
 
 WINDOWS = "gptoss", (32, 64), lambda _: {"KVSTOW_ORDERED_ATTENTION": "1"}
@@ -192,8 +192,8 @@ def test_windows_are_handed_over_into_blocks_of_another_size(pair: list[Server],
             if shorter < length:  # whatever vLLM finds of it in its prefix cache is whole
                 assert answer(decode, tokens[:shorter]) == answer(prefill, tokens[:shorter])
     for what, count in (
-        ("pull accepted", len(lacking) - sum(lacking)),
-        ("pull refused", sum(lacking)),
+        ("pulls accepted", len(lacking) - sum(lacking)),
+        ("pulls refused", sum(lacking)),
     ):
         expected = before.get(what, 0) + count
         assert decode.await_count(what, expected) == expected

@@ -103,10 +103,10 @@ def test_the_engine_declares_what_was_recorded(pair: list[Server], logs: Path):
 @pytest.mark.parametrize("count", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 77])
 def test_decode_continues_as_one_server_would(pair: list[Server], count: int):
     prompt = tokens(count, seed=count)
-    before = pair[1].counts().get("pulled tokens", 0)
+    before = pair[1].counts().get("pulled_tokens", 0)
     assert handed_over(pair, prompt) == alone(pair, prompt)
     pulled = before + count - 1  # the last token is computed
-    assert pair[1].await_count("pulled tokens", pulled) == pulled
+    assert pair[1].await_count("pulled_tokens", pulled) == pulled
 
 
 def test_words_come_out(pair: list[Server]):
@@ -114,10 +114,10 @@ def test_words_come_out(pair: list[Server]):
 
 
 def test_status_shows_workers_by_their_agents_and_servers_by_their_metrics(pair: list[Server]):
-    before = pair[1].counts().get("pulled tokens", 0)
+    before = pair[1].counts().get("pulled_tokens", 0)
     handed_over(pair, tokens(2 * BLOCK, seed=2))
-    pair[1].await_count("pulled tokens", before + 2 * BLOCK - 1)
-    nbytes = pair[1].counts()["pulled bytes"]
+    pair[1].await_count("pulled_tokens", before + 2 * BLOCK - 1)
+    nbytes = pair[1].counts()["pulled_bytes"]
     agents = [re.findall(r"kvstow: .* agent (\S+) at (\S+)", each.tail(10_000))[0] for each in pair]
     addresses = [*(address for _, address in agents), f"{pair[1].url}/metrics"]
     done = CliRunner().invoke(app, ["status", *addresses, "--json"])
@@ -142,10 +142,10 @@ def test_a_block_is_one_row_and_never_more_descriptors(pair: list[Server]):
     before = decode.counts()
     prompt = tokens(6 * BLOCK - 3, seed=601)
     handed_over(pair, prompt, max_tokens=1)
-    decode.await_count("pulled bytes", before["pulled bytes"] + 6 * ROW)
+    decode.await_count("pulled_bytes", before["pulled_bytes"] + 6 * ROW)
     after = decode.counts()
-    assert after["pulled bytes"] - before["pulled bytes"] == 6 * ROW
-    assert 1 <= after["descriptors"] - before["descriptors"] <= 6
+    assert after["pulled_bytes"] - before["pulled_bytes"] == 6 * ROW
+    assert 1 <= after["pull_descriptors"] - before["pull_descriptors"] <= 6
 
 
 def test_a_prefix_that_decode_has_is_not_pulled_again(pair: list[Server]):
@@ -153,9 +153,9 @@ def test_a_prefix_that_decode_has_is_not_pulled_again(pair: list[Server]):
     shared = tokens(2 * BLOCK, seed=7)
     first, second = shared + tokens(40, seed=8), shared + tokens(50, seed=9)
     assert handed_over(pair, first) == alone(pair, first)
-    before = decode.await_count("pulled tokens")
+    before = decode.await_count("pulled_tokens")
     assert handed_over(pair, second) == alone(pair, second)
-    assert decode.await_count("pulled tokens", before + 49) == before + 49
+    assert decode.await_count("pulled_tokens", before + 49) == before + 49
 
 
 def test_several_requests_at_once_do_not_mix(pair: list[Server]):
@@ -167,8 +167,8 @@ def test_several_requests_at_once_do_not_mix(pair: list[Server]):
 
 def test_blocks_are_free_again_after_they_were_read(pair: list[Server]):
     prefill = pair[0]
-    offered = prefill.await_count("offered")
-    ended = sum(n for what, n in prefill.counts().items() if what.startswith("lease "))
+    offered = prefill.await_count("offered_requests")
+    ended = sum(n for what, n in prefill.counts().items() if what.startswith("lease_ends "))
     assert ended == offered
 
 
@@ -186,14 +186,14 @@ def failed(pair: list[Server], prompt: list[int], params: object, kind: str) -> 
 
 def test_tickets_of_another_prompt_are_refused(pair: list[Server]):
     params = pair[0].tickets(tokens(150, seed=20))
-    failed(pair, tokens(150, seed=21), params, "refused")
+    failed(pair, tokens(150, seed=21), params, "refused_requests")
 
 
 def test_garbled_tickets_are_refused(pair: list[Server]):
     prompt = tokens(150, seed=22)
     params = pair[0].tickets(prompt)
     params["kvstow"]["tickets"] = [text[:-9] for text in params["kvstow"]["tickets"]]
-    failed(pair, prompt, params, "refused")
+    failed(pair, prompt, params, "refused_requests")
 
 
 def test_a_forged_ticket_is_not_honoured(pair: list[Server]):
@@ -203,7 +203,7 @@ def test_a_forged_ticket_is_not_honoured(pair: list[Server]):
     fields = {name: getattr(real, name) for name in Ticket.__dataclass_fields__}
     forged = Ticket(**{**fields, "lease": real.lease ^ 1})
     params["kvstow"]["tickets"] = [str(forged)]
-    failed(pair, prompt, params, "pull ticket")
+    failed(pair, prompt, params, "pulls ticket")
 
 
 def test_a_ticket_that_was_read_is_not_honoured_again(pair: list[Server]):
@@ -213,17 +213,19 @@ def test_a_ticket_that_was_read_is_not_honoured_again(pair: list[Server]):
     assert decode.text(prompt, max_tokens=12, kv_transfer_params=params) == alone(pair, prompt)
     other = prompt[:]
     decode.post("/reset_prefix_cache", {})
-    failed(pair, other, params, "pull used")
+    failed(pair, other, params, "pulls used")
 
 
 def test_a_lease_that_ran_out_is_not_honoured(pair: list[Server]):
     prompt = tokens(200, seed=25)
     params = pair[0].tickets(prompt)
     counts = pair[0].counts()  # of leases that earlier tests left, too
-    running = counts["offered"] - sum(n for what, n in counts.items() if what.startswith("lease "))
-    ended = counts.get("lease expired", 0) + running
-    assert pair[0].await_count("lease expired", ended, LEASE_SECONDS + 60) == ended
-    failed(pair, prompt, params, "pull expired")
+    running = counts["offered_requests"] - sum(
+        n for what, n in counts.items() if what.startswith("lease_ends ")
+    )
+    ended = counts.get("lease_ends expired", 0) + running
+    assert pair[0].await_count("lease_ends expired", ended, LEASE_SECONDS + 60) == ended
+    failed(pair, prompt, params, "pulls expired")
 
 
 def test_bytes_that_change_on_the_way_fail_the_digest(pair: list[Server]):
@@ -237,10 +239,10 @@ def test_bytes_that_change_on_the_way_fail_the_digest(pair: list[Server]):
         expected = alone(pair, prompt)
         before = pair[1].counts()
         text = text_while_scribbling(pair, prompt)
-        accepted = before.get("pull accepted", 0) + 1
-        differed = before.get("pull digest", 0) + 1
-        while pair[1].await_count("pull digest", differed, 1) < differed:
-            if pair[1].counts().get("pull accepted", 0) >= accepted:
+        accepted = before.get("pulls accepted", 0) + 1
+        differed = before.get("pulls digest", 0) + 1
+        while pair[1].await_count("pulls digest", differed, 1) < differed:
+            if pair[1].counts().get("pulls accepted", 0) >= accepted:
                 break
         else:
             assert text == expected
@@ -293,7 +295,7 @@ def test_a_client_that_leaves_while_its_request_loads_leaves_nothing_behind(pair
     prompt = tokens(4 * BLOCK, seed=28)
     params = prefill.tickets(prompt)
     pid, _ = worker_of(prefill)
-    accepted = decode.counts().get("pull accepted", 0)
+    accepted = decode.counts().get("pulls accepted", 0)
     stop(pid)
     try:
         with pytest.raises(TimeoutError):
@@ -302,7 +304,7 @@ def test_a_client_that_leaves_while_its_request_loads_leaves_nothing_behind(pair
         os.kill(pid, signal.SIGCONT)
     other = tokens(4 * BLOCK, seed=29)
     assert handed_over(pair, other) == alone(pair, other)
-    assert decode.await_count("pull accepted", accepted + 1) >= accepted + 1
+    assert decode.await_count("pulls accepted", accepted + 1) >= accepted + 1
 
 
 def test_a_prefill_server_that_hangs_is_given_up_and_met_again(pair: list[Server]):
@@ -318,8 +320,8 @@ def test_a_prefill_server_that_hangs_is_given_up_and_met_again(pair: list[Server
         assert decode.text(prompt, max_tokens=12, kv_transfer_params=params) == expected
     finally:
         os.kill(pid, signal.SIGCONT)
-    gone = before.get("pull peer", 0) + 1
-    assert decode.await_count("pull peer", gone) == gone
+    gone = before.get("pulls peer", 0) + 1
+    assert decode.await_count("pulls peer", gone) == gone
     other = tokens(3 * BLOCK, seed=32)
     assert handed_over(pair, other) == alone(pair, other)
 
@@ -347,8 +349,8 @@ def test_a_prefill_server_killed_in_a_transfer_costs_only_time(
         time.sleep(3)
         prefill.kill()
         assert answer.result() == expected
-    gone = before.get("pull peer", 0) + 1
-    assert decode.await_count("pull peer", gone) == gone
+    gone = before.get("pulls peer", 0) + 1
+    assert decode.await_count("pulls peer", gone) == gone
 
 
 def test_a_ticket_of_an_earlier_start_is_not_honoured(
@@ -356,10 +358,10 @@ def test_a_ticket_of_an_earlier_start_is_not_honoured(
 ):
     """At the same address there is a server again, with other blocks."""
     decode = pair[1]
-    before = decode.counts().get("pull expired", 0)
+    before = decode.counts().get("pulls expired", 0)
     with running(launches[0], logs=logs) as (again,):
         again.text(tokens(3 * BLOCK, seed=34), max_tokens=1)
         assert decode.text(STALE, max_tokens=12, kv_transfer_params=left["params"]) == left["text"]
-        assert decode.await_count("pull expired", before + 1) == before + 1
+        assert decode.await_count("pulls expired", before + 1) == before + 1
         other = tokens(3 * BLOCK, seed=35)
         assert handed_over([again, decode], other) == alone([again, decode], other)

@@ -106,7 +106,7 @@ def test_two_servers_and_a_router_as_the_guide_starts_them(smollm2: Path, logs: 
         assert "{…}" in second
         answer = said(second.replace("{…}", json.dumps(tickets)))
         assert answer["choices"][0]["text"].startswith(PARIS)  # pyright: ignore
-        assert counted(8002)["pull accepted"] == 1
+        assert counted(8002)["pulls accepted"] == 1
         routed = said(
             re.sub(r", \"kv_transfer_params\".*?\}\}'", "}'", first, flags=re.DOTALL)
             .replace("8001", "8000")
@@ -114,9 +114,9 @@ def test_two_servers_and_a_router_as_the_guide_starts_them(smollm2: Path, logs: 
         )
         assert routed["choices"][0]["text"].startswith(PARIS)  # pyright: ignore
         until = time.monotonic() + 60
-        while counted(8002)["pull accepted"] < 2 and time.monotonic() < until:
+        while counted(8002)["pulls accepted"] < 2 and time.monotonic() < until:
             time.sleep(0.5)
-        assert counted(8002)["pull accepted"] == 2
+        assert counted(8002)["pulls accepted"] == 2
         (rename,) = (block for block in blocks("Identity") if "update_weight_version" in block)
         for port in ("8001", "8002"):
             for command in commands(rename.replace("NEW", str(smollm2))):
@@ -124,9 +124,9 @@ def test_two_servers_and_a_router_as_the_guide_starts_them(smollm2: Path, logs: 
         tickets = said(first)["kv_transfer_params"]
         said(second.replace("{…}", json.dumps(tickets)))
         until = time.monotonic() + 60
-        while counted(8002)["pull accepted"] < 3 and time.monotonic() < until:
+        while counted(8002)["pulls accepted"] < 3 and time.monotonic() < until:
             time.sleep(0.5)
-        assert counted(8002)["pull accepted"] == 3
+        assert counted(8002)["pulls accepted"] == 3
 
 
 def test_offloading_as_the_guide_turns_it_on(smollm2: Path, logs: Path, tmp_path: Path):
@@ -147,7 +147,7 @@ def test_offloading_as_the_guide_turns_it_on(smollm2: Path, logs: Path, tmp_path
         ask = f"curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{body}'"
         said(ask)
         until = time.monotonic() + 60
-        while counted(8000).get("stored rows", 0) < 2 and time.monotonic() < until:
+        while counted(8000).get("stored_rows", 0) < 2 and time.monotonic() < until:
             time.sleep(0.5)
-        assert counted(8000)["stored rows"] == 2
+        assert counted(8000)["stored_rows"] == 2
     assert any((tmp_path / "kvstow").iterdir())

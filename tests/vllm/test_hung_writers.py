@@ -94,11 +94,11 @@ class Pair:
     def hands_over(self) -> None:
         """A hand-over works, in every rank."""
         prompt = DRAW(LENGTH)
-        accepted = self.decode.counts().get("pull accepted", 0) + self.case.ranks
+        accepted = self.decode.counts().get("pulls accepted", 0) + self.case.ranks
         expected = text(self.prefill, prompt)
         params = self.prefill.tickets(prompt)
         assert text(self.decode, prompt, kv_transfer_params=params) == expected
-        assert self.decode.await_count("pull accepted", accepted) == accepted
+        assert self.decode.await_count("pulls accepted", accepted) == accepted
 
     def is_empty(self) -> bool:
         """Whether decode has all its blocks back."""
@@ -171,13 +171,13 @@ def test_decode_computes_the_prompt_in_other_blocks(pair: Pair):
         for pid in pair.stopped()[1:]:
             os.kill(pid, signal.SIGCONT)
         assert answer.result() == expected
-        held = before.get("held blocks", 0) + pair.case.held
-        assert decode.await_count("held blocks", held) == held
+        held = before.get("held_blocks", 0) + pair.case.held
+        assert decode.await_count("held_blocks", held) == held
         assert texts(decode, meanwhile) == others
         assert len(pair.stopped()) == 1
-        assert decode.counts().get("released blocks", 0) == before.get("released blocks", 0)
-    assert decode.await_count("released blocks", held) == held
-    faults = ("pull timeout", "pull peer")
+        assert decode.counts().get("released_blocks", 0) == before.get("released_blocks", 0)
+    assert decode.await_count("released_blocks", held) == held
+    faults = ("pulls timeout", "pulls peer")
     found = sum(decode.counts().get(kind, 0) - before.get(kind, 0) for kind in faults)
     assert found == pair.case.ranks
     wait_for(pair.is_empty)
@@ -195,15 +195,15 @@ def test_late_bytes_change_no_text(pair: Pair):
         with pair.hung(DRAW(LENGTH), patience=3) as answer:
             with pytest.raises(TimeoutError):
                 answer.result()
-            held = before.get("held blocks", 0) + case.held
-            assert decode.await_count("held blocks", held) == held
+            held = before.get("held_blocks", 0) + case.held
+            assert decode.await_count("held_blocks", held) == held
             used = gauge(decode, "vllm:kv_cache_usage_perc")
             assert used == pytest.approx(case.held / (case.num_blocks - 1))
-            assert decode.counts().get("released blocks", 0) == before.get("released blocks", 0)
+            assert decode.counts().get("released_blocks", 0) == before.get("released_blocks", 0)
             running = pool.submit(texts, decode, prompts, 200)
             wait_for(lambda: gauge(decode, "vllm:num_requests_running") == len(prompts))
         assert running.result() == expected
-    assert decode.await_count("released blocks", held) == held
+    assert decode.await_count("released_blocks", held) == held
     wait_for(pair.is_empty)
     pair.hands_over()
 
@@ -213,10 +213,10 @@ def test_a_prefill_that_dies_while_it_writes_is_not_waited_for(pair: Pair):
     prefill, decode = pair.prefill, pair.decode
     prompt = DRAW(LENGTH)
     expected = text(prefill, prompt)
-    held = decode.counts()["held blocks"] + pair.case.held
+    held = decode.counts()["held_blocks"] + pair.case.held
     with pair.hung(prompt) as answer:
         prefill.kill()
         assert answer.result() == expected
-        assert decode.await_count("held blocks", held) == held
-    assert decode.await_count("released blocks", held) == held
+        assert decode.await_count("held_blocks", held) == held
+    assert decode.await_count("released_blocks", held) == held
     wait_for(pair.is_empty)

@@ -47,14 +47,14 @@ def test_a_ticket_is_honoured_though_the_engine_that_gave_it_takes_no_step(pair:
     prefill, decode, ranks = pair
     prompt = DRAW(length)
     alone = prefill.first({"prompt": prompt})["text"]
-    before = decode.counts().get("pull accepted", 0)
+    before = decode.counts().get("pulls accepted", 0)
     asks = {"prompt": prompt, "max_tokens": 1, "params": {"do_remote_decode": True}}
     tickets = prefill.first(asks)["params"]
     assert len(tickets["kvstow"]["tickets"]) == ranks
     assert decode.first({"prompt": prompt, "params": tickets})["text"] == alone
     after = decode.counts()
-    assert after["pull accepted"] - before == ranks
-    assert "pull ticket" not in after
+    assert after["pulls accepted"] - before == ranks
+    assert "pulls ticket" not in after
 
 
 @pytest.fixture(scope="module", params=["alone", "first", "second"])
@@ -97,5 +97,5 @@ def test_a_prompt_comes_back_from_the_tiers_of_an_engine_in_process(
     assert storing.reset()
     assert storing.first({"prompt": prompt})["text"] == before
     is_asked_second = "second" in request.node.name  # then the other one has it, too, and loads it
-    assert ("restored tokens" in storing.counts()) is not is_asked_second
-    assert storing.counts()["stored rows"] > 0
+    assert ("restored_tokens" in storing.counts()) is not is_asked_second
+    assert storing.counts()["stored_rows"] > 0

@@ -190,18 +190,20 @@ def test_decode_continues_as_one_engine_would(pair: Pair) -> None:
         tokens, alone = told_by_one_engine(pair, length, length)
         tickets = pair.prefill.tickets(tokens)
         assert answer(pair.decode, tokens, kv_transfer_params=tickets) == alone, length
-    accepted = before.get("pull accepted", 0) + len(pair.tiny.lengths)
-    assert pair.decode.await_count("pull accepted", accepted) == accepted
+    accepted = before.get("pulls accepted", 0) + len(pair.tiny.lengths)
+    assert pair.decode.await_count("pulls accepted", accepted) == accepted
     after = pair.decode.counts()
-    moved = {what: after[what] - before.get(what, 0) for what in ("descriptors", "pulled bytes")}
+    moved = {
+        what: after[what] - before.get(what, 0) for what in ("pull_descriptors", "pulled_bytes")
+    }
     if pair.layout.order.startswith("B"):
         rows = [most_rows(x.group, n) for x in pair.layout.groups for n in pair.tiny.lengths]
-        assert moved["descriptors"] <= sum(rows)
+        assert moved["pull_descriptors"] <= sum(rows)
     pair.found["handed over"] = {
         "prompts": len(pair.tiny.lengths),
         "tokens": sum(pair.tiny.lengths),
-        "descriptors": int(moved["descriptors"]),
-        "bytes": int(moved["pulled bytes"]),
+        "descriptors": int(moved["pull_descriptors"]),
+        "bytes": int(moved["pulled_bytes"]),
     }
 
 
@@ -256,11 +258,11 @@ def test_a_prefix_that_was_driven_out_comes_back(pair: Pair) -> None:
     tokens = prompt(1, length)
     answer(pair.decode, tokens)
     cached = answer(pair.decode, tokens)
-    assert pair.decode.await_count("stored rows", 3) >= 3
-    before = pair.decode.counts().get("restored tokens", 0)
+    assert pair.decode.await_count("stored_rows", 3) >= 3
+    before = pair.decode.counts().get("restored_tokens", 0)
     pair.decode.post("/reset_prefix_cache", {})
     assert answer(pair.decode, tokens) == cached
-    restored = pair.decode.await_count("restored tokens", before + 1) - before
+    restored = pair.decode.await_count("restored_tokens", before + 1) - before
     assert restored >= 2 * BLOCK
-    assert pair.decode.counts().get("restore failed", 0) == 0
+    assert pair.decode.counts().get("restore_failures", 0) == 0
     pair.found["came back"] = {"tokens": int(restored), "of": length}

@@ -51,19 +51,19 @@ def test_a_prefix_that_was_driven_out_comes_back_from_the_tiers(
 ):
     for seed in range(3):
         texts[seed] = server.text(prompt(seed), max_tokens=12)
-    assert server.await_count("stored rows", 15) >= 15
-    assert server.counts().get("restored tokens", 0) == 0
+    assert server.await_count("stored_rows", 15) >= 15
+    assert server.counts().get("restored_tokens", 0) == 0
     assert server.text(prompt(0), max_tokens=12) == texts[0]
-    assert server.await_count("restored tokens", 5 * BLOCK) == 5 * BLOCK
-    assert server.counts().get("restore failed", 0) == 0
+    assert server.await_count("restored_tokens", 5 * BLOCK) == 5 * BLOCK
+    assert server.counts().get("restore_failures", 0) == 0
 
 
 def test_a_prefix_in_common_comes_back_as_far_as_it_is_common(server: Server):
     server.post("/reset_prefix_cache", {})
-    before = server.counts()["restored tokens"]
+    before = server.counts()["restored_tokens"]
     forked = prompt(1)[: 3 * BLOCK + 50] + prompt(77)[:100]
     expected = server.text(forked, max_tokens=12)
-    assert server.await_count("restored tokens", before + 3 * BLOCK) == before + 3 * BLOCK
+    assert server.await_count("restored_tokens", before + 3 * BLOCK) == before + 3 * BLOCK
     assert server.text(forked, max_tokens=12) == expected
 
 
@@ -74,9 +74,9 @@ def test_after_a_restart_prefixes_come_back_from_disk(
     with running(launch, logs=logs) as (again,):
         for seed in (2, 0):
             assert again.text(prompt(seed), max_tokens=12) == texts[seed]
-        assert again.await_count("restored tokens", 10 * BLOCK) == 10 * BLOCK
+        assert again.await_count("restored_tokens", 10 * BLOCK) == 10 * BLOCK
         assert again.text(prompt(50), max_tokens=4)
-        assert again.counts()["restored tokens"] == 10 * BLOCK
+        assert again.counts()["restored_tokens"] == 10 * BLOCK
 
 
 def test_a_damaged_store_costs_only_time(
@@ -91,8 +91,8 @@ def test_a_damaged_store_costs_only_time(
         damage(path)
     with running(launch, logs=logs) as (again,):
         assert again.text(prompt(2), max_tokens=12) == texts[2]
-        assert again.await_count("restore failed") == 1
-        assert again.counts().get("restored tokens", 0) == 0
+        assert again.await_count("restore_failures") == 1
+        assert again.counts().get("restored_tokens", 0) == 0
 
 
 def damage(path: Path) -> None:

@@ -90,18 +90,18 @@ def until(is_so: Callable[[], bool], seconds: float = 120) -> None:
 def test_a_prefix_that_another_engine_has_computed_is_pulled_and_the_text_is_equal(pair: Pair):
     a, b = pair.servers
     expected = a.text(prompt(1), max_tokens=12)
-    assert a.await_count("stored rows", 4) >= 4
+    assert a.await_count("stored_rows", 4) >= 4
     assert b.text(prompt(1), max_tokens=12) == expected
-    assert b.await_count("pull accepted") == 1
+    assert b.await_count("pulls accepted") == 1
     found = b.counts()
-    assert (found["peers had it"], found["pulled tokens"]) == (1, 4 * BLOCK)
-    assert found.get("restored tokens", 0) == 0
+    assert (found["peer_tickets"], found["pulled_tokens"]) == (1, 4 * BLOCK)
+    assert found.get("restored_tokens", 0) == 0
     assert a.text(forked(1, 50), max_tokens=12) == b.text(forked(1, 50), max_tokens=12)
 
 
 def test_an_engine_answers_while_its_peer_hangs(pair: Pair):
     a, b = pair.servers
-    before = b.counts().get("peers had it", 0)
+    before = b.counts().get("peer_tickets", 0)
     try:
         for pid in a.worker_pids():
             stop(pid)
@@ -109,7 +109,7 @@ def test_an_engine_answers_while_its_peer_hangs(pair: Pair):
     finally:
         for pid in a.worker_pids():
             os.kill(pid, signal.SIGCONT)
-    assert b.counts().get("peers had it", 0) == before
+    assert b.counts().get("peer_tickets", 0) == before
     assert [a.text(prompt(seed), max_tokens=12) for seed in (2, 3)] == texts
 
 
@@ -136,7 +136,7 @@ def kvstow(*arguments: str) -> str:
 def test_kvstow_why_explains_what_a_running_engine_has_served(pair: Pair):
     a, _ = pair.servers
     a.text(prompt(4), max_tokens=2)
-    a.await_count("stored rows", 8)
+    a.await_count("stored_rows", 8)
 
     def why(tokens: list[int], *more: str) -> dict[str, Any]:
         place = str(pair.stores[0])

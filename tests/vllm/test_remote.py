@@ -53,7 +53,7 @@ def await_remote(server: Server, least: int) -> None:
 
     def stored() -> bool:
         server.text([7, 8, 9], max_tokens=1)
-        return server.counts().get("remote stored rows", 0) >= least
+        return server.counts().get("remote_stored_rows", 0) >= least
 
     wait_for(stored)
 
@@ -70,15 +70,15 @@ def test_a_prompt_of_two_ranks_is_decoded_by_one_with_the_same_weights_only(
 
     with running(launch(first, 2), logs=logs) as (prefill,):
         text = prefill.text(PROMPT, max_tokens=12)
-        assert prefill.counts().get("restored tokens", 0) == 0
+        assert prefill.counts().get("restored_tokens", 0) == 0
         await_remote(prefill, 4)  # two blocks on two ranks
     for ranks in (1, 2, 1):  # decode, and then both once more
         with running(launch(first, ranks), logs=logs) as (server,):
             assert server.text(PROMPT, max_tokens=12) == text
             wanted = ranks * 2 * BLOCK  # each rank counts its own
-            assert server.await_count("restored tokens", wanted) == wanted
-            assert server.counts().get("restore failed", 0) == 0
+            assert server.await_count("restored_tokens", wanted) == wanted
+            assert server.counts().get("restore_failures", 0) == 0
     with running(launch(second, 1), logs=logs) as (stranger,):
         assert stranger.text(PROMPT, max_tokens=12) != text
-        assert stranger.counts().get("restored tokens", 0) == 0
+        assert stranger.counts().get("restored_tokens", 0) == 0
         await_remote(stranger, 2)  # it looked, missed, and stored its own

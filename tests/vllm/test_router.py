@@ -83,12 +83,12 @@ def counts(url: str) -> dict[str, float]:
 def test_a_request_is_prefilled_there_and_decoded_here(pair: list[Server], logs: Path):
     prefill, decode = pair
     expected = prefill.text(PROMPT, max_tokens=12)
-    before = decode.counts().get("pull accepted", 0)
+    before = decode.counts().get("pulls accepted", 0)
     with router(logs, [prefill.url], [decode.url]) as url:
         answer = json.loads(post(url + "/v1/completions", body()))
         assert counts(url) == {"tickets": 1.0}
     assert answer["choices"][0]["text"] == expected
-    assert decode.await_count("pull accepted", before + 1) == before + 1
+    assert decode.await_count("pulls accepted", before + 1) == before + 1
 
 
 def test_a_stream_comes_in_pieces_that_make_the_same_text(pair: list[Server], logs: Path):

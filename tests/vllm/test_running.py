@@ -63,8 +63,8 @@ def test_a_preempted_request_comes_back_from_host_memory_and_says_the_same(
     before, preempted = llama.counts(), llama.preemptions()
     together = texts(llama, jobs)
     assert llama.preemptions() > preempted
-    assert grown(llama, before, "restored tokens") > 0
-    assert grown(llama, before, "restore failed") == 0
+    assert grown(llama, before, "restored_tokens") > 0
+    assert grown(llama, before, "restore_failures") == 0
     roomy = started(tmp_path, LLAMA, 6 * NUM_BLOCKS)
     try:
         assert texts(roomy, jobs) == together
@@ -86,7 +86,7 @@ def test_what_a_request_has_generated_comes_back_too(llama: Remote):
     before = llama.counts()
     text(llama, [*prompt, *answer, 5])
     whole = (len(prompt) + len(answer)) // BLOCK * BLOCK
-    assert grown(llama, before, "restored tokens") == whole
+    assert grown(llama, before, "restored_tokens") == whole
 
 
 @pytest.mark.parametrize("length", [33, 97, 161, 300, 506])
@@ -97,7 +97,7 @@ def test_windows_come_back_at_every_length(gemma: Remote, length: int):
     forget(gemma)
     before = gemma.counts()
     assert text(gemma, prompt) == first
-    assert grown(gemma, before, "restored tokens") == (length - 1) // BLOCK * BLOCK
+    assert grown(gemma, before, "restored_tokens") == (length - 1) // BLOCK * BLOCK
 
 
 def test_damaged_shared_memory_never_changes_what_is_said(llama: Remote, shared: str):

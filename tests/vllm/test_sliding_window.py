@@ -75,10 +75,10 @@ def test_decode_continues_as_one_server_would(pair: list[Server], words: list[in
     prefill, decode = pair
     prompt = [BOS, *words[40 : 40 + count - 1]]
     params = prefill.tickets(prompt)
-    before = decode.counts().get("pull accepted", 0)
+    before = decode.counts().get("pulls accepted", 0)
     text = decode.text(prompt, max_tokens=12, kv_transfer_params=params)
     assert text == prefill.text(prompt, max_tokens=12)
-    assert decode.await_count("pull accepted", before + 1) == before + 1
+    assert decode.await_count("pulls accepted", before + 1) == before + 1
 
 
 def test_past_the_window_only_the_window_is_offered(pair: list[Server], words: list[int]):
@@ -100,9 +100,9 @@ def test_a_shorter_prompt_after_a_handover_finds_nothing_that_the_window_left_be
     prefill, decode = pair
     prompt = [BOS, *words[60:959]]
     decode.post("/reset_prefix_cache", {})
-    accepted = decode.counts().get("pull accepted", 0) + 1
+    accepted = decode.counts().get("pulls accepted", 0) + 1
     decode.text(prompt, max_tokens=4, kv_transfer_params=prefill.tickets(prompt))
-    assert decode.await_count("pull accepted", accepted) == accepted
+    assert decode.await_count("pulls accepted", accepted) == accepted
     prefill.post("/reset_prefix_cache", {})
     expected = prefill.text(prompt[:shorter], max_tokens=12)
     assert decode.text(prompt[:shorter], max_tokens=12) == expected
@@ -117,7 +117,7 @@ def test_a_failed_load_is_reported_for_all_groups_and_computed_anew(
     real = Ticket.parse(params["kvstow"]["tickets"][0])
     fields = {name: getattr(real, name) for name in Ticket.__dataclass_fields__}
     params["kvstow"]["tickets"] = [str(Ticket(**{**fields, "lease": real.lease ^ 1}))]
-    before = decode.counts().get("pull ticket", 0)
+    before = decode.counts().get("pulls ticket", 0)
     text = decode.text(prompt, max_tokens=12, kv_transfer_params=params)
     assert text == prefill.text(prompt, max_tokens=12)
-    assert decode.await_count("pull ticket", before + 1) == before + 1
+    assert decode.await_count("pulls ticket", before + 1) == before + 1

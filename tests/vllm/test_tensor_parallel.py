@@ -92,9 +92,9 @@ def test_every_rank_takes_over_and_the_lease_ends_with_the_last(
         params = prefill.tickets(prompt)
         text = decode.text(prompt, max_tokens=8, kv_transfer_params=params)
         assert text == prefill.text(prompt, max_tokens=8)
-        accepted = before[decode].get("pull accepted", 0) + ranks
-        assert decode.await_count("pull accepted", accepted) == accepted
+        accepted = before[decode].get("pulls accepted", 0) + ranks
+        assert decode.await_count("pulls accepted", accepted) == accepted
         producers = len(params["kvstow"]["tickets"])
-        ended = before[prefill].get("lease read", 0) + producers
-        assert prefill.await_count("lease read", ended) == ended
-        assert "lease expired" not in prefill.counts()
+        ended = before[prefill].get("lease_ends read", 0) + producers
+        assert prefill.await_count("lease_ends read", ended) == ended
+        assert "lease_ends expired" not in prefill.counts()

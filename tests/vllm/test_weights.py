@@ -50,7 +50,7 @@ class Story:
 
         from kvstow.adapters.vllm.counts import vllm_counts
 
-        return vllm_counts(REGISTRY.collect()).get("restored tokens", 0)
+        return vllm_counts(REGISTRY.collect()).get("restored_tokens", 0)
 
 
 def tell(folder: str, trained: str, pipe: Any) -> None:
@@ -210,18 +210,18 @@ def takes_over(prefill: Server, decode: Server, *, num_ranks: int) -> bool:
     def grown(what: str) -> float:
         return decode.counts().get(what, 0) - before.get(what, 0)
 
-    wait_for(lambda: grown("pull accepted") == num_ranks or grown("refused") == 1)
-    assert 0 in (grown("pull accepted"), grown("refused"))
-    return grown("refused") == 0
+    wait_for(lambda: grown("pulls accepted") == num_ranks or grown("refused_requests") == 1)
+    assert 0 in (grown("pulls accepted"), grown("refused_requests"))
+    return grown("refused_requests") == 0
 
 
 def comes_back(server: Server) -> bool:
     """Whether rows of a prompt are found in its host memory, when vLLM has forgotten its own."""
     server.post("/reset_prefix_cache", {})
-    before = server.counts().get("restored tokens", 0)
+    before = server.counts().get("restored_tokens", 0)
     text = tokens(server, PROMPT)
     assert text == tokens(server, PROMPT, cache_salt="computed here")
-    return server.counts().get("restored tokens", 0) > before
+    return server.counts().get("restored_tokens", 0) > before
 
 
 def paused(server: Server) -> bool:
@@ -308,7 +308,7 @@ def test_weights_are_not_named_while_blocks_of_before_are_kept(trained: Trained)
     tickets = trained.two.tickets(prompt)
     trained.call("step 4")
     alone = tokens(trained.one, prompt, cache_salt="computed here")
-    refused = trained.one.counts().get("refused", 0)
+    refused = trained.one.counts().get("refused_requests", 0)
     assert tokens(trained.one, prompt, kv_transfer_params=tickets) == alone
-    assert trained.one.await_count("refused", refused + 1) == refused + 1
+    assert trained.one.await_count("refused_requests", refused + 1) == refused + 1
     assert not trained.takes_over()

@@ -75,7 +75,8 @@ def started(
     """An engine of a model of that shape, made small, with kvstow's connector, or another one."""
     checkpoint(folder, config)
     given = FewBlocks(num_blocks=num_blocks, ranks=ranks)
-    engine = Remote(5900, str(folder), given, transfer or connector("kvstow", **options))
+    # port 0: each takes a free one
+    engine = Remote(0, str(folder), given, transfer or connector("kvstow", **options))
     engine.imported()
     engine.start()
     engine.ready()

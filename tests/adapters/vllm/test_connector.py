@@ -503,7 +503,7 @@ def test_a_prompt_is_stored_in_its_step_and_comes_back_beside_others(
     assert (results.finished_recving, results.failed_recving) == ({"d"}, set())
     for one, other in zip(there[:4], here[:4], strict=True):
         assert torch.equal(engine.views["b"][other], kept[one])
-    assert engine.worker._worker_side.counts["restored tokens"] == 16
+    assert engine.worker._worker_side.counts["restored_tokens"] == 16
     engine.worker.shutdown()
 
 
@@ -516,7 +516,7 @@ def test_a_request_whose_rows_went_away_has_failed_to_load(connector: ModuleType
     host.evict(0, host.keys(0)[2:3])
     results = asked(engine, [1, 2, 3, 13, 12])
     assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
-    assert engine.worker._worker_side.counts["restore failed"] == 1
+    assert engine.worker._worker_side.counts["restore_failures"] == 1
     engine.worker.shutdown()
 
 
@@ -623,7 +623,7 @@ def test_after_a_reset_nobody_takes_over_from_the_engine_nor_it_from_others(conn
         asking = request("d", kv_transfer_params=one.prefill())
         other.scheduler.on_new_request(asking)
         assert other.scheduler.get_num_new_matched_tokens(asking, 0) == (0, False)
-        assert other.scheduler._scheduler.counts["refused"] == 1
+        assert other.scheduler._scheduler.counts["refused_requests"] == 1
     for engine in (prefill, decode):
         engine.worker.shutdown()
 
@@ -821,7 +821,7 @@ def test_a_producer_takes_nothing_over(connector: ModuleType):
     asking = request("d", kv_transfer_params=prefill.prefill())
     producer.on_new_request(asking)
     assert producer.get_num_new_matched_tokens(asking, 0) == (0, False)
-    assert producer._scheduler.counts["refused"] == 1
+    assert producer._scheduler.counts["refused_requests"] == 1
     prefill.worker.shutdown()
 
 
@@ -963,7 +963,7 @@ def test_blocks_that_a_rank_may_still_be_written_to_have_a_reference_in_vllms_po
     assert (pool.held, scheduler.has_pending_push_work()) == ([7, 8], True)
     tell(report(), report(released=[("r1", 1)]))
     assert (pool.held, scheduler.has_pending_push_work()) == ([], False)
-    assert scheduler._scheduler_side.counts == {"held blocks": 2, "released blocks": 2}
+    assert scheduler._scheduler_side.counts == {"held_blocks": 2, "released_blocks": 2}
 
 
 def test_what_was_computed_with_blocks_that_others_failed_to_load_is_not_found(
@@ -1276,8 +1276,8 @@ def test_counts_come_to_vllms_metrics_by_engine_each_under_its_name(connector: M
     kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     metrics = connector.KvstowMetrics(vllm_config(), kinds, ["model_name", "engine"], engines)
     assert registry.get_sample_value("kvstow_vllm_pulled_bytes_total", labels("1")) == 0.0
-    metrics.observe({"pull accepted": 2, "pull seconds": [0.5, 0.25], "pulled bytes": 100}, 0)
-    metrics.observe({"pull accepted": 1, "pull fence": 1, "remote missed_rows: budget": 3}, 1)
+    metrics.observe({"pulls accepted": 2, "pull_seconds": [0.5, 0.25], "pulled_bytes": 100}, 0)
+    metrics.observe({"pulls accepted": 1, "pulls fence": 1, "remote_missed_rows budget": 3}, 1)
     found = {
         (sample.name, *sample.labels.values()): sample.value
         for family in registry.collect()
@@ -1311,12 +1311,12 @@ def test_what_the_connector_was_started_with_is_on_vllms_metrics(connector: Modu
 
 def test_stats_of_two_ranks_add_up(connector: ModuleType):
     one, other = (
-        connector.KvstowStats(data={"pull accepted": 1, "pull seconds": [seconds]})
+        connector.KvstowStats(data={"pulls accepted": 1, "pull_seconds": [seconds]})
         for seconds in (0.5, 0.25)
     )
     both = one.aggregate(other)
-    assert both.data == {"pull accepted": 2, "pull seconds": [0.5, 0.25]}
-    assert both.reduce() == {"pull accepted": 2, "pull seconds": 0.75}
+    assert both.data == {"pulls accepted": 2, "pull_seconds": [0.5, 0.25]}
+    assert both.reduce() == {"pulls accepted": 2, "pull_seconds": 0.75}
 
 
 def labels(engine: str) -> dict[str, str]:

@@ -3,50 +3,43 @@
 import re
 from pathlib import Path
 
-import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 import kvstow.adapters.vllm
+from kvstow.adapters.vllm import counts
 from kvstow.adapters.vllm.counts import (
+    SECONDS,
     VLLM_COUNTERS,
     VLLM_HISTOGRAMS,
     VLLM_INFO,
-    vllm_counter,
     vllm_counts,
 )
 from kvstow.offload.metrics import TIER_REASONS
 
 
-def counted_in_source() -> set[str]:
-    """Every name under which the connector's modules count, with an x for what is filled in."""
+def test_every_count_has_a_metric_with_a_label_where_it_is_counted_with_one():
     folder = Path(kvstow.adapters.vllm.__file__).parent
     text = "\n".join(file.read_text() for file in sorted(folder.rglob("*.py")))
-    found = re.findall(r'counts(?:\.seconds)?\[f?"([^"]+)"\]', text)
-    return {re.sub(r"\{\w+\}", "x", name) for name in found}
+    pattern = r'counts(?:\.seconds)?\[(?:([A-Z_]+)|f"\{([A-Z_]+)\} [^"]+")\]'
+    found = re.findall(pattern, text)
+    plain = {getattr(counts, name) for name, _ in found if name}
+    labelled = {getattr(counts, name) for _, name in found if name}
+    labelled |= {f"remote_{name}" for name in TIER_REASONS}
+    assert {"pulled_bytes", "pull_seconds"} <= plain
+    assert {"pulls", "lease_ends"} <= labelled
+    assert plain <= SECONDS | {each.name for each in VLLM_COUNTERS if not each.label}
+    assert labelled == {each.name for each in VLLM_COUNTERS if each.label}
 
 
-def test_every_count_of_the_connector_has_a_counter_of_one_unit():
-    names = counted_in_source()
-    assert {"pull x", "lease x", "pulled bytes", "pull seconds", "refused"} <= names
-    durations = {each.what for each in VLLM_HISTOGRAMS}
-    assert durations <= names
-    for what in (*(names - durations), *(f"remote {name}: x" for name in TIER_REASONS)):
-        counter, value = vllm_counter(what)
-        assert bool(value) == bool(counter.label)
-        for unit in ("bytes", "seconds", "tokens", "rows", "prompts", "descriptors"):
-            assert (unit in what) <= counter.name.endswith(unit)
-    with pytest.raises(KeyError, match="somersaults"):
-        vllm_counter("somersaults")
+def test_a_metric_is_named_as_prometheus_wants_it():
+    metrics = (*VLLM_COUNTERS, *VLLM_HISTOGRAMS, VLLM_INFO)
+    for each in metrics:
+        assert re.fullmatch(r"kvstow_vllm_[a-z]+(_[a-z]+)*", each.family)
+        assert not each.family.endswith("_total")
+    assert len({each.name for each in metrics}) == len(metrics)
 
 
-def test_a_counter_is_named_as_prometheus_wants_it():
-    for counter in (*VLLM_COUNTERS, *VLLM_HISTOGRAMS, VLLM_INFO):
-        assert re.fullmatch(r"kvstow_vllm_[a-z]+(_[a-z]+)*", counter.family)
-        assert not counter.family.endswith("_total")
-    assert len({counter.name for counter in VLLM_COUNTERS}) == len(VLLM_COUNTERS)
-
-
-def test_every_counter_is_in_the_reference():
+def test_every_metric_is_in_the_reference():
     text = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
     names = [f"{each.family}_total" for each in VLLM_COUNTERS]
     names += [each.family for each in (*VLLM_HISTOGRAMS, VLLM_INFO)]
@@ -55,23 +48,22 @@ def test_every_counter_is_in_the_reference():
 
 def test_counts_of_all_engines_are_read_back_under_their_names():
     registry = CollectorRegistry()
-    given = {
-        "pull accepted": 2.0,
-        "pull fence": 1.0,
-        "lease read": 7.0,
-        "remote missed_rows: budget": 3.0,
-        "stored rows": 40.0,
+    expected = {
+        "pulls accepted": 2.0,
+        "pulls fence": 1.0,
+        "remote_missed_rows budget": 3.0,
+        "stored_rows": 40.0,
     }
+    labels = {each.name: each.labels for each in VLLM_COUNTERS}
     made: dict[str, Counter] = {}
-    for what, count in given.items():
-        counter, value = vllm_counter(what)
-        names = ["engine", *counter.labels]
-        if counter.name not in made:
-            made[counter.name] = Counter(counter.family, "x", names, registry=registry)
+    for what, count in expected.items():
+        name, _, label = what.partition(" ")
+        if name not in made:
+            names = ["engine", *labels[name]]
+            made[name] = Counter(f"kvstow_vllm_{name}", "x", names, registry=registry)
         for engine in "01":
-            labels = [engine, *([value] if value else [])]
-            made[counter.name].labels(*labels).inc(count / 2)
-    Histogram("kvstow_vllm_pull_seconds", "x", ["engine"], registry=registry)
+            made[name].labels(engine, *([label] if label else [])).inc(count / 2)
+    Histogram("kvstow_vllm_pull_seconds", "x", registry=registry).observe(0.5)
     Counter("kvstow_vllm_restored_tokens", "nothing yet", registry=registry)
     Counter("vllm:requests", "somebody else's", registry=registry).inc()
-    assert vllm_counts(registry.collect()) == given
+    assert vllm_counts(registry.collect()) == {**expected, "pull_seconds": 0.5}

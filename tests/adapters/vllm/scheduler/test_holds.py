@@ -44,7 +44,7 @@ def test_a_block_is_held_until_every_rank_that_held_it_has_let_go():
     assert pool.held == {4, 5}
     made.apply(of("r1", {}, (1,)))
     assert pool.held == set()
-    assert made.counts == {"held blocks": 3, "released blocks": 3}
+    assert made.counts == {"held_blocks": 3, "released_blocks": 3}
 
 
 def test_a_rank_that_lets_go_in_the_very_report_that_tells_of_it_leaves_nothing_behind():
@@ -96,7 +96,7 @@ def test_in_any_order_every_hold_is_given_back_and_no_block_before_its_last(
             held.apply(StepResults(held={hold: tuple(sorted(pulls[hold]))}))
         assert pool.held == set().union(*alive.values())
         assert held.num_blocks == len(pool.held)
-        assert counts["held blocks"] - counts["released blocks"] == len(pool.held)
+        assert counts["held_blocks"] - counts["released_blocks"] == len(pool.held)
         assert len(held) == len(alive)
     assert pool.held == set()
 

@@ -355,7 +355,7 @@ def test_an_engine_without_free_blocks_gets_those_back_that_wait_to_be_stored():
     recall.ended("r", BLOCKS, 24)
     assert recall.make_room()
     assert pool.held == set()
-    assert recall.counts == {"not stored rows": 6}
+    assert recall.counts == {"not_stored_rows": 6}
     assert not recall.make_room()
 
 
@@ -400,7 +400,7 @@ def test_rows_that_found_no_room_before_their_request_ended_are_counted():
     recall.ask(asked("r", LONG))
     recall.computed("r", 24, BLOCKS)
     recall.ended("r", BLOCKS, 24)
-    assert recall.counts == {"not stored rows": 4}
+    assert recall.counts == {"not_stored_rows": 4}
 
 
 def test_window_blocks_are_stored_where_a_return_is_possible_while_the_request_passes_them():

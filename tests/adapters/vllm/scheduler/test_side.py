@@ -145,7 +145,7 @@ def test_a_state_that_has_seen_the_last_token_is_refused():
     decode = side(declared=recurrent)
     decode.arrived(asked("d", params=offered(side(declared=recurrent))))
     assert decode.matched("d", 0) == 0
-    assert decode.counts["refused"] == 1
+    assert decode.counts["refused_requests"] == 1
     decode.arrived(asked("e", [*PROMPT, 99], params=offered(side(declared=recurrent))))
     assert decode.matched("e", 0) == 10
 
@@ -223,7 +223,7 @@ def test_tickets_serve_only_the_prompt_they_were_made_for(change: dict[str, obje
     decode = side()
     decode.arrived(asked("d", params=offered(side()), **change))  # pyright: ignore
     assert decode.matched("d", 0) == 0
-    assert decode.counts["refused"] == 1
+    assert decode.counts["refused_requests"] == 1
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_parameters_that_are_no_handover_are_counted_and_the_prompt_is_computed(
 ):
     decode = side()
     decode.arrived(asked("d", params=params))
-    assert decode.counts["refused"] == 1
+    assert decode.counts["refused_requests"] == 1
     assert decode.matched("d", 0) == 0
     assert decode.take_step(computes=False) == StepOrders(idle=True)
 
@@ -249,7 +249,7 @@ def test_tickets_of_another_computation_are_refused_before_anything_is_pulled():
     decode = side(identity=replace(NAMED, weights="another checkpoint"))
     decode.arrived(asked("d", params=offered(side(identity=NAMED))))
     assert decode.matched("d", 0) == 0
-    assert decode.counts["refused"] == 1
+    assert decode.counts["refused_requests"] == 1
 
 
 def test_a_request_that_finishes_before_any_worker_is_known_gets_no_tickets():
@@ -257,7 +257,7 @@ def test_a_request_that_finishes_before_any_worker_is_known_gets_no_tickets():
     prefill.meet([])
     request = asked("r", params={"do_remote_decode": True})
     assert prefill.finished(request, ((1, 2, 3), (1, 2, 3)), 10) == (False, None)
-    assert prefill.counts["not offered"] == 1
+    assert prefill.counts["not_offered_requests"] == 1
 
 
 def test_workers_are_told_of_an_offer_at_once_and_in_the_next_step():

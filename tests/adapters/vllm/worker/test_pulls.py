@@ -101,7 +101,7 @@ def test_a_request_is_told_while_the_producer_hangs_and_its_blocks_are_held_unti
         after = decode.until(lambda found: bool(found.released))
         assert (after.received, after.held) == (frozenset(), {})
         assert pool.held == set()
-        assert decode.desk.counts == {"held blocks": 8, "released blocks": 8}
+        assert decode.desk.counts == {"held_blocks": 8, "released_blocks": 8}
         others = sorted(set(range(NUM_BLOCKS)) - OURS)
         assert all((view[others] == CANARY).all() for view in decode.views.values())
         late = [(view[sorted(OURS)] != CANARY).any() for view in decode.views.values()]
@@ -175,4 +175,4 @@ def test_nothing_is_tried_again_while_somebody_may_write():
         transfer.error = TransferError("not yet", kind="ticket", is_early=True)
         found = told(decode)
         assert found.held
-        assert found.counts == {"pull ticket": 1}
+        assert found.counts == {"pulls ticket": 1}

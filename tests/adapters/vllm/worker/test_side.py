@@ -153,7 +153,7 @@ def test_a_block_that_lacks_tokens_behind_a_window_is_not_used():
         decode.decode(params, here, prompt=prompt)
         found = pulled(prefill, decode)
         assert found.failed == {"d"}
-        assert found.counts == {"pull refused": 1}, "nothing of it is counted as pulled"
+        assert found.counts == {"pulls refused": 1}, "nothing of it is counted as pulled"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_forged_ticket_is_refused(
     params["kvstow"]["tickets"] = [str(Ticket(**forged))]
     decode.decode(params, HERE)
     found = pulled(prefill, decode)
-    assert (found.failed, found.counts) == ({"d"}, {"pull ticket": 1})
+    assert (found.failed, found.counts) == ({"d"}, {"pulls ticket": 1})
 
 
 def test_an_expired_lease_frees_the_blocks_and_fails_the_load(
@@ -242,7 +242,7 @@ def test_an_expired_lease_frees_the_blocks_and_fails_the_load(
     decode.decode(params, HERE)
     found = pulled(prefill, decode)
     assert found.failed == {"d"}
-    assert found.counts == {"pull expired": 1}
+    assert found.counts == {"pulls expired": 1}
 
 
 def test_a_ticket_of_an_earlier_time_of_the_same_blocks_fails(
@@ -278,8 +278,8 @@ def test_a_failed_load_gives_the_blocks_back_before_their_lease_ends():
         prefill.hands.agent.endpoint.owner.generations[1][10] += 1
         decode.decode(params, HERE)
         found = decode.until(lambda found: bool(found.received))
-        assert (found.failed, found.counts["pull fence"]) == ({"d"}, 1)
-        assert prefill.until(lambda found: "p" in found.sent).counts == {"lease aborted": 1}
+        assert (found.failed, found.counts["pulls fence"]) == ({"d"}, 1)
+        assert prefill.until(lambda found: "p" in found.sent).counts == {"lease_ends aborted": 1}
     finally:
         prefill.hands.close()
         decode.hands.close()
@@ -308,7 +308,7 @@ def test_one_prefill_instance_serves_decode_instances_of_one_and_of_two_ranks():
                 assert torch.equal(decode.views["f.1"][12], prefill.views["f.1"][11, mine])
                 assert torch.equal(decode.views["w.0"][18], prefill.views["w.0"][6, mine])
             counts = prefill.until(lambda found: "p" in found.sent).counts
-            assert counts == {"lease read": 1}
+            assert counts == {"lease_ends read": 1}
     finally:
         for engine in (prefill, *pools[0], *pools[1]):
             engine.hands.close()

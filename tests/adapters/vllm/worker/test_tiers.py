@@ -101,13 +101,13 @@ class Rank:
 
     def store(self) -> int:
         """Steps until nothing is to be stored any more; rows that were."""
-        before, until = self.counts["stored rows"], time.monotonic() + 20
+        before, until = self.counts["stored_rows"], time.monotonic() + 20
         while len(self.recall.stores) and time.monotonic() < until:
             self.step(StepOrders(store=self.recall.stores.take()))
         self.step()
-        assert self.counts["store failed"] == 0
+        assert self.counts["store_failures"] == 0
         assert self.pool.held == set()
-        return self.counts["stored rows"] - before
+        return self.counts["stored_rows"] - before
 
     def ask(self, tokens: Sequence[int], id: str = "d") -> int:
         """Tokens of a new request that can come back."""
@@ -324,7 +324,7 @@ def test_rows_of_an_engine_that_has_ended_come_back_from_a_remote_store(
     kept = first.fill(1)
     assert first.compute(PROMPT, THERE) == 6
     first.tiers.close()
-    assert first.reasons() == {"remote stored rows": 6}
+    assert first.reasons() == {"remote_stored_rows": 6}
     assert first.reasons() == {}  # told once
     for order in ("BLHNC", "LBHNC"):
         ranks.append(Rank.start(remotely(url), hybrid(order, 24)))
@@ -340,7 +340,7 @@ def test_a_dead_remote_store_leaves_host_memory_at_work(ranks: list[Rank], tmp_p
     assert rank.ask(PROMPT) == 16
     assert rank.ask([1] * 18, id="e") == 0
     reasons = rank.reasons()
-    assert reasons["remote missed_rows: unreachable"] > 0
+    assert reasons["remote_missed_rows unreachable"] > 0
     assert rank.reasons() == {}  # told once
 
 

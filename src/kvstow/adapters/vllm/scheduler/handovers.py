@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
-from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.counts import (
+    REFUSED_REQUESTS,
+    EngineCounts,
+)
 from kvstow.adapters.vllm.identity import EngineWeights
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
@@ -74,7 +77,7 @@ class Handovers(PrefixSource):
             self.offer(request.id, self._short_of_last(request, handover))
         except TransferError as error:
             log.warning("request %s: %s", request.id, error)
-            self._counts["refused"] += 1
+            self._counts[REFUSED_REQUESTS] += 1
             if not isinstance(error, OtherPrompt):
                 self._book.step.drops += tickets_to_drop(request, max_tokens=self._max_tokens)
 

@@ -21,7 +21,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.counts import (
+    HELD_BLOCKS,
+    RELEASED_BLOCKS,
+    EngineCounts,
+)
 from kvstow.adapters.vllm.engine import BlockPool
 from kvstow.adapters.vllm.protocol import Hold, KeyedBlocks, StepResults, StoreBlocks
 
@@ -72,8 +76,8 @@ class HeldPulls:
         between = self.num_blocks
         self._release(results.released)
         for what, count in (
-            ("held blocks", between - before),
-            ("released blocks", between - self.num_blocks),
+            (HELD_BLOCKS, between - before),
+            (RELEASED_BLOCKS, between - self.num_blocks),
         ):
             if count:
                 self._counts[what] += count

@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.counts import (
+    NOT_OFFERED_REQUESTS,
+    OFFERED_REQUESTS,
+    EngineCounts,
+)
 from kvstow.adapters.vllm.identity import EngineWeights
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
@@ -94,7 +98,7 @@ class SchedulerOffers:
         """Tickets for the request's blocks, as its answer carries them; None where it cannot be
         offered. The blocks are pinned first; workers are told at once, and in the next step."""
         if not request.shareable or not self._workers:
-            self._counts["not offered"] += 1
+            self._counts[NOT_OFFERED_REQUESTS] += 1
             return None
         blocks = {
             g: blocks_with_tokens(group_ids, 0, num_tokens, self._groups[g].block_tokens)
@@ -104,7 +108,7 @@ class SchedulerOffers:
         offer = OfferBlocks(request=request.id, tickets=tickets)
         self._blocks[request.id] = blocks
         self._book.step.offers.append(offer)
-        self._counts["offered"] += 1
+        self._counts[OFFERED_REQUESTS] += 1
         digest = prompt_digest(request, num_tokens)
         params = Handover(tickets=tickets, num_tokens=num_tokens, prompt=digest).params()
         self._tell(offer, params[OURS]["tickets"])

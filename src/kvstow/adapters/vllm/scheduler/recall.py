@@ -16,7 +16,11 @@ from typing import Literal
 
 import numpy as np
 
-from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.counts import (
+    NOT_NOTED_PROMPTS,
+    NOT_STORED_ROWS,
+    EngineCounts,
+)
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -329,7 +333,7 @@ class Recall(PrefixSource):
     def _lost(self, num_rows: int) -> None:
         """So many rows are not stored, for good."""
         if num_rows:
-            self.counts["not stored rows"] += num_rows
+            self.counts[NOT_STORED_ROWS] += num_rows
 
     def forget(self, id: str) -> None:
         """Nothing more of a request is stored, and nothing comes back for it."""
@@ -365,7 +369,7 @@ class Recall(PrefixSource):
         if self.journal is None or num_tokens < self._unit:
             return
         if self.journal.is_full:
-            self.counts["not noted prompts"] += 1
+            self.counts[NOT_NOTED_PROMPTS] += 1
         else:
             self.journal.stored(request.request, num_tokens)
 

@@ -20,7 +20,10 @@ from weakref import finalize
 
 import numpy as np
 
-from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.counts import (
+    LEASE_ENDS,
+    EngineCounts,
+)
 from kvstow.adapters.vllm.protocol import (
     OfferBlocks,
     StepOrders,
@@ -153,7 +156,7 @@ class RankOffers(RankPart):
 
     def _end(self, lease: int, reason: EndReason) -> None:
         self._running.discard(lease)
-        self._counts[f"lease {reason}"] += 1
+        self._counts[f"{LEASE_ENDS} {reason}"] += 1
 
     def _ticket(self, offer: OfferBlocks) -> Ticket:
         for ticket in offer.tickets:

@@ -16,7 +16,11 @@ from dataclasses import replace
 from threading import Event
 from time import monotonic
 
-from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.counts import (
+    PEER_QUESTIONS,
+    PEER_TICKETS,
+    EngineCounts,
+)
 from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
 from kvstow.adapters.vllm.protocol import (
     AskPeers,
@@ -177,8 +181,8 @@ class PeerClient(RankPart):
         self._resume()
         results.peers += self._answers
         for answer in self._answers:
-            self._counts["peers asked"] += 1
-            self._counts["peers had it"] += bool(answer.tickets)
+            self._counts[PEER_QUESTIONS] += 1
+            self._counts[PEER_TICKETS] += bool(answer.tickets)
         self._answers.clear()
 
     def _resume(self) -> None:

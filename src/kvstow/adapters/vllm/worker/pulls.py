@@ -16,7 +16,15 @@ from itertools import count
 
 import torch
 
-from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.counts import (
+    PULL_DESCRIPTORS,
+    PULL_PATHS,
+    PULL_SECONDS,
+    PULLED_BYTES,
+    PULLED_TOKENS,
+    PULLS,
+    EngineCounts,
+)
 from kvstow.adapters.vllm.protocol import (
     Hold,
     PullBlocks,
@@ -235,11 +243,14 @@ class RankPulls(RankPart):
     def _accept(self, pull: PullBlocks, transfer: Transfer) -> None:
         stats = transfer.stats
         assert stats is not None
-        self._counts["pull accepted"] += 1
-        self._counts["pulled tokens"] += pull.num_tokens - pull.start_token
-        self._counts["pulled bytes"] += stats.nbytes
-        self._counts["descriptors"] += stats.descriptors
-        self._counts.seconds["pull seconds"].append(stats.seconds)
+        self._counts[f"{PULLS} accepted"] += 1
+        self._counts[PULLED_TOKENS] += pull.num_tokens - pull.start_token
+        self._counts[PULLED_BYTES] += stats.nbytes
+        self._counts[PULL_DESCRIPTORS] += stats.descriptors
+        self._counts.seconds[PULL_SECONDS].append(stats.seconds)
+        for ticket, way in zip(pull.tickets, stats.directions, strict=True):
+            reason = self._agent.peers.at(ticket.address, ticket.key).unmapped or "option"
+            self._counts[f"{PULL_PATHS} {'mapped' if way == 'mapped' else reason}"] += 1
         log.debug(
             "pulled %d bytes in %d descriptors (%s), %.3f s, fence %s, digest %s",
             stats.nbytes,
@@ -254,7 +265,7 @@ class RankPulls(RankPart):
         """The engine computes the request: nobody will come for its tickets again."""
         kind = error.kind if isinstance(error, TransferError) else "refused"
         log.warning("request %s: pull failed (%s): %s", pull.request, kind, error)
-        self._counts[f"pull {kind}"] += 1
+        self._counts[f"{PULLS} {kind}"] += 1
         self._failed.add(pull.request)
         for ticket in pull.tickets:
             with suppress(TransferError):  # closed
