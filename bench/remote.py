@@ -295,7 +295,8 @@ def dead(server: ServerProcess) -> dict[str, float]:
     server.stop()  # hangs: worse than a port that refuses
     keys = [f"asked {i}".encode() for i in range(128)]
     first = timed(lambda: tier.contains(0, keys))
-    assert tier.breaker.is_open
+    while not tier.breaker.is_open:  # a few look-ups cost their budget, too
+        tier.contains(0, keys)
     later = [timed(lambda: tier.contains(0, keys)) for _ in range(1000)]
     server.go_on()
     tier.close()

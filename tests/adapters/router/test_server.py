@@ -630,15 +630,28 @@ def test_what_a_prefill_answers_that_is_no_json_counts_against_it_alone(reply: b
     run(story)
 
 
-@pytest.mark.parametrize("body", [{"n": 3}, {"prompt": ["one", "two"]}])
-def test_what_becomes_several_requests_in_an_engine_carries_no_tickets(body: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ({"n": 3, "best_of": 4}, "Hello"),
+        ({"prompt": ["one", "two"]}, "one"),
+        ({"prompt": [[1, 2], [3]], "stream": True, "min_tokens": 4}, [1, 2]),
+        ({"prompt": [1, 2, 3]}, [1, 2, 3]),
+        ({"prompt": []}, []),
+    ],
+)
+def test_what_becomes_several_requests_in_an_engine_carries_the_tickets_of_the_first_prompt(
+    body: dict[str, Any], prompt: object
+):
     async def story() -> None:
         prefill, decode = Engine("p", tickets=True), Engine("d")
         async with running([prefill], [decode]) as front:
-            assert await front.text(**body) == "d"
-            assert await front.counts() == {"plain": 1.0}
-        assert prefill.asked == []
-        assert "kv_transfer_params" not in decode.asked[0]
+            await front.client.post(COMPLETIONS, json={"model": "m", "prompt": "Hello", **body})
+            assert await front.counts() == {"tickets": 1.0}
+        one_token = {"max_tokens": 1, "n": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        assert prefill.asked == [{"model": "m", "prompt": prompt, **one_token}]
+        sent = {"model": "m", "prompt": "Hello", **body, "kv_transfer_params": TICKETS}
+        assert decode.asked == [sent]
 
     run(story)
 

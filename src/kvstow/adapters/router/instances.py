@@ -18,18 +18,13 @@ MOST_DOUBLINGS = 5
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One server, and whether it gets requests."""
+    """One server, and whether it gets requests: not while it has failed since it was healthy."""
 
     url: str
     faults: int = 0
     times_opened: int = 0
     open_until: float | None = None
     is_probed: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it failed, and has not been healthy since."""
-        return self.open_until is not None
 
 
 class Instances:
@@ -44,7 +39,7 @@ class Instances:
     def in_turn(self) -> list[Instance]:
         """Those that get requests, the one whose turn it is first."""
         turn, self._turn = self._turn, (self._turn + 1) % max(1, len(self.all))
-        return [each for each in self.all[turn:] + self.all[:turn] if not each.is_open]
+        return [each for each in self.all[turn:] + self.all[:turn] if each.open_until is None]
 
     def last_resort(self) -> list[Instance]:
         """All of them, for when every one has failed: the one that failed longest ago first."""
@@ -62,10 +57,6 @@ class Instances:
     def succeed(self, instance: Instance) -> None:
         """It has answered a request."""
         instance.faults = instance.times_opened = 0
-        instance.open_until = None
-
-    def recover(self, instance: Instance) -> None:
-        """It is healthy again. If it fails once more, it is left out for longer."""
         instance.open_until = None
 
     def to_probe(self) -> list[Instance]:

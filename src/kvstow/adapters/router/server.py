@@ -1,6 +1,3 @@
-# pyright: reportMissingImports=false, reportUnknownArgumentType=false
-# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
-# pyright: reportUnknownVariableType=false
 """Requests between clients and instances, the only module that imports aiohttp.
 
     client ──▶ router ──▶ prefill   one token, answer carries tickets
@@ -21,22 +18,26 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, web
-from prometheus_client import CollectorRegistry, generate_latest
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from kvstow.adapters.router.instances import Instance, Instances
-from kvstow.adapters.router.metrics import RouterMetrics
-from kvstow.adapters.router.requests import (
-    PARAMS,
-    PATHS,
-    is_one_request,
-    prefill_request,
-    without_tickets,
-)
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+PARAMS = "kv_transfer_params"
+ARGUMENTS = "vllm_xargs"
+"""A field of vLLM's requests that is merged with the transfer parameters."""
+
+DECODE_ONLY = frozenset(
+    {"stream", "stream_options", "min_tokens", "max_completion_tokens", "best_of"}
+)
+HEADERS = ("Authorization", "X-Request-Id")
 
 CHUNK = 1 << 16
 MAX_TICKET_ANSWER = 128 << 20
@@ -69,21 +70,30 @@ class RouterOptions:
     max_body: int = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ClientRequest:
-    """A client's request: where to, its body without tickets, and headers to pass on."""
-
-    path: str
-    body: Mapping[str, Any]
-    headers: Mapping[str, str]
-
-
 class NoAnswer(Exception):
     """An instance that failed before its first byte. `at_once`: it cannot be reached."""
 
     def __init__(self, why: str, *, at_once: bool) -> None:
         super().__init__(why)
         self.at_once = at_once
+
+
+class RouterMetrics:
+    """What the router counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        outcomes = "Requests by what became of them: tickets, plain (decode computed all), failed"
+        answers = "Requests that an instance has answered, by kind of instance and URL"
+        left_out = "Instances that failed and get no requests"
+        self.requests = Counter("kvstow_router_requests", outcomes, ["outcome"], registry=registry)
+        self.faults = Counter(
+            "kvstow_router_faults",
+            "Attempts that failed, by kind of instance",
+            ["kind"],
+            registry=registry,
+        )
+        self.answers = Counter("kvstow_router_answers", answers, ["kind", "url"], registry=registry)
+        self.left_out = Gauge("kvstow_router_left_out", left_out, registry=registry)
 
 
 class Router:
@@ -101,7 +111,9 @@ class Router:
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
         self._metrics.left_out.set_function(
-            lambda: sum(each.is_open for each in (*self._prefill.all, *self._decode.all))
+            lambda: sum(
+                each.open_until is not None for each in (*self._prefill.all, *self._decode.all)
+            )
         )
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:
@@ -116,12 +128,12 @@ class Router:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """A completion: prefill, then decode, streamed as it comes."""
         self._start_probes()
-        asking = ClientRequest(request.path, await self._body(request), _passed_on(request))
-        plain = _encode(asking.body)
-        full = await self._with_tickets(asking) if is_one_request(asking.body) else None
+        body = await self._body(request)
+        plain = _encode(body)
+        full = await self._with_tickets(request, body)
         for instance in self._decode.in_turn() or self._decode.last_resort():
             try:
-                async with self._post(instance, asking, full or plain) as answer:
+                async with self._post(instance, request, full or plain) as answer:
                     self._decode.succeed(instance)
                     self._metrics.requests.labels("tickets" if full else "plain").inc()
                     self._metrics.answers.labels("decode", instance.url).inc()
@@ -169,31 +181,33 @@ class Router:
             message = f"no whole request within {self._options.body:g} s"
             raise _error(web.HTTPRequestTimeout, message) from None
         try:
-            body = json.loads(data)
+            body: Any = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise _error(web.HTTPBadRequest, f"the body is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise _error(web.HTTPBadRequest, "the body is not a JSON object")
-        return without_tickets(body)
+        return without_tickets(cast("dict[str, Any]", body))
 
     # ── instances ─────────────────────────────────────────────────────────────────
 
-    async def _with_tickets(self, asking: ClientRequest) -> bytes | None:
+    async def _with_tickets(self, request: web.Request, body: Mapping[str, Any]) -> bytes | None:
         """The request for decode, with tickets of the first prefill instance that answers; None
         where there are none."""
-        body = _encode(prefill_request(asking.body))
+        sent = _encode(prefill_request(body))
         for instance in self._prefill.in_turn():
             try:
                 async with (
                     asyncio.timeout(self._options.prefill),
-                    self._post(instance, asking, body) as answer,
+                    self._post(instance, request, sent) as answer,
                 ):
                     if answer.status >= 400:  # the request is bad: decode will say so
                         return None
                     reply: Any = json.loads(await _read(answer, MAX_TICKET_ANSWER))
-                params = reply.get(PARAMS) if isinstance(reply, dict) else None
-                is_ticket = isinstance(params, dict)
-                full = json.dumps({**asking.body, PARAMS: params}).encode() if is_ticket else None
+                params = (
+                    cast("dict[str, Any]", reply).get(PARAMS) if isinstance(reply, dict) else None
+                )
+                has_tickets = isinstance(params, dict)
+                full = json.dumps({**body, PARAMS: params}).encode() if has_tickets else None
             except (NoAnswer, TimeoutError, ClientError, ValueError, RecursionError) as error:
                 self._count_fault("prefill", self._prefill, instance, error)
                 continue
@@ -211,15 +225,14 @@ class Router:
 
     @asynccontextmanager
     async def _post(
-        self, instance: Instance, asking: ClientRequest, body: bytes
-    ) -> AsyncGenerator[Any]:
+        self, instance: Instance, request: web.Request, body: bytes
+    ) -> AsyncGenerator[ClientResponse]:
         """An answer whose status is known; NoAnswer where the instance is at fault."""
         timeout = ClientTimeout(total=None, sock_connect=self._options.connect)
-        headers = {**asking.headers, "Content-Type": "application/json"}
+        headers = {**_passed_on(request), "Content-Type": "application/json"}
+        url = instance.url + request.path
         posting = asyncio.ensure_future(
-            self._session.post(
-                instance.url + asking.path, data=body, headers=headers, timeout=timeout
-            )
+            self._session.post(url, data=body, headers=headers, timeout=timeout)
         )
         try:
             answer = await self._wait(instance, posting)
@@ -234,8 +247,8 @@ class Router:
             yield answer
 
     async def _wait(
-        self, instance: Instance, coming: "asyncio.Future[Any]", most: float = float("inf")
-    ) -> Any:
+        self, instance: Instance, coming: "asyncio.Future[T]", most: float = float("inf")
+    ) -> T:
         """What an instance sends; while nothing comes, its health is checked. TimeoutError where
         it is not healthy, or silent for more than `most` seconds."""
         end = time.monotonic() + most
@@ -246,20 +259,8 @@ class Router:
                 raise TimeoutError(f"healthy, and silent for {most:g} s")
         return coming.result()
 
-    async def _chunks(self, instance: Instance, answer: Any) -> AsyncGenerator[bytes]:
-        """An answer's bytes as they come; TimeoutError where the instance hangs."""
-        while True:
-            reading = asyncio.ensure_future(answer.content.readany())
-            try:
-                chunk: bytes = await self._wait(instance, reading, self._options.idle)
-            finally:
-                reading.cancel()
-            if not chunk:
-                return
-            yield chunk
-
     async def _relay(
-        self, request: web.Request, instance: Instance, answer: Any
+        self, request: web.Request, instance: Instance, answer: ClientResponse
     ) -> web.StreamResponse:
         """The answer of a decode instance, byte by byte as it comes. Where it breaks off, so does
         ours; a stream of one that hangs ends with an error."""
@@ -267,7 +268,13 @@ class Router:
         reply.content_type = answer.content_type
         await reply.prepare(request)
         try:
-            async for chunk in self._chunks(instance, answer):
+            chunk = b"first"
+            while chunk:
+                reading = asyncio.ensure_future(answer.content.readany())
+                try:
+                    chunk = await self._wait(instance, reading, self._options.idle)
+                finally:
+                    reading.cancel()
                 await reply.write(chunk)
         except TimeoutError as error:
             self._count_fault("decode", self._decode, instance, error)
@@ -296,9 +303,10 @@ class Router:
                 task.add_done_callback(self._probes.discard)
 
     async def _probe(self, instances: Instances, instance: Instance) -> None:
+        """One that is healthy gets requests again. If it then fails, it is left out for longer."""
         try:
             if await self._is_healthy(instance):
-                instances.recover(instance)
+                instance.open_until = None
             else:
                 instances.fail(instance, at_once=True)
         finally:
@@ -306,6 +314,27 @@ class Router:
 
 
 # ── requests and answers ──────────────────────────────────────────────────────────────
+
+
+def prefill_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The request that computes the prompt, one token, and asks for tickets.
+
+    Of several prompts it has the first: vLLM answers with the tickets of that one. Several samples
+    share tickets, and so do equal prompts; decode computes the other prompts.
+    """
+    sent = {name: value for name, value in body.items() if name not in DECODE_ONLY}
+    prompt = sent.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        sent["prompt"] = prompt[0]
+    return {**sent, "max_tokens": 1, "n": 1, PARAMS: {"do_remote_decode": True}}
+
+
+def without_tickets(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A client's request without transfer parameters, wherever vLLM would find them."""
+    sent = {name: value for name, value in body.items() if name != PARAMS}
+    if isinstance(sent.get(ARGUMENTS), dict):
+        sent[ARGUMENTS] = {key: each for key, each in sent[ARGUMENTS].items() if key != PARAMS}
+    return sent
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:
@@ -330,20 +359,17 @@ def _why(error: Exception) -> str:
 
 
 def _passed_on(request: web.Request) -> dict[str, str]:
-    names = ("Authorization", "X-Request-Id")
-    return {name: request.headers[name] for name in names if name in request.headers}
+    return {name: request.headers[name] for name in HEADERS if name in request.headers}
 
 
-async def _read(answer: Any, most: int) -> bytes:
+async def _read(answer: ClientResponse, most: int) -> bytes:
     """An instance's whole answer; ValueError where it is longer than that."""
-    parts: list[bytes] = []
-    left = most
+    whole = bytearray()
     async for chunk in answer.content.iter_any():
-        left -= len(chunk)
-        if left < 0:
+        whole += chunk
+        if len(whole) > most:
             raise ValueError(f"an answer of more than {most} bytes")
-        parts.append(chunk)
-    return b"".join(parts)
+    return bytes(whole)
 
 
 def application(
@@ -352,11 +378,9 @@ def application(
     """The router as an application; `web.run_app` serves it."""
     app = web.Application(client_max_size=options.max_body)
     router = Router(prefill, decode, options)
-    for path in PATHS:
-        app.router.add_post(path, router.complete)
-    app.router.add_get("/v1/models", router.models)
-    app.router.add_get("/metrics", router.metrics)
-    app.router.add_get("/health", router.health)
+    app.add_routes([web.post(path, router.complete) for path in PATHS])
+    pages = {"/v1/models": router.models, "/metrics": router.metrics, "/health": router.health}
+    app.add_routes([web.get(path, page) for path, page in pages.items()])
     app.cleanup_ctx.append(router.run)
     return app
 
@@ -374,13 +398,12 @@ def serve(
 
     A request whose client leaves is cancelled, and so are its requests to instances.
     """
-    app = application(prefill, decode, options)
 
     def started(text: str) -> None:
         announce(next(word for word in text.split() if word.startswith("http")))
 
     web.run_app(
-        app,
+        application(prefill, decode, options),
         host=host,
         port=port,
         print=started,

@@ -5,6 +5,7 @@ read once: the first request pulls, and the others find its blocks in the engine
 """
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,6 +33,9 @@ from kvstow.plan.identity import Identity
 from kvstow.transfer.tickets.ticket import Ticket
 
 log = logging.getLogger(__name__)
+
+MOST_USED = 256
+"""Tickets that were used are remembered, for requests that carry them and come later."""
 
 
 class Handovers(PrefixSource):
@@ -61,6 +65,7 @@ class Handovers(PrefixSource):
         self._waiting: dict[str, Handover] = {}
         """By request, tickets that nobody has pulled with."""
         self._pulling: dict[str, Handover] = {}
+        self._used: deque[frozenset[tuple[str, int]]] = deque(maxlen=MOST_USED)
 
     # ── tickets come ──────────────────────────────────────────────────────────────
 
@@ -70,7 +75,7 @@ class Handovers(PrefixSource):
         it."""
         try:
             handover = handover_in(request)
-            if handover is None:
+            if handover is None or handover.leases in self._used:
                 return
             self._check_role()
             self._check_identity(handover)
@@ -184,6 +189,8 @@ class Handovers(PrefixSource):
         """Tickets that were pulled for it are used up, for those that waited, too; tickets that
         will not be pulled are dropped, unless another request has the same."""
         used = self._pulling.pop(id, None)
+        if used is not None:
+            self._used.append(used.leases)
         for other, handover in tuple(self._waiting.items()):
             if used is not None and handover.leases == used.leases:
                 self._book.step.drops += self._waiting.pop(other).tickets
