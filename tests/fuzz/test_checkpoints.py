@@ -5,11 +5,11 @@ from random import Random
 
 from fuzzing import Reader, damaged_bytes, damaged_json, folder, fuzzed
 from kvstow.errors import ModelError, SpecError
+from kvstow.plan.checkpoint import CACHE_NAME
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
 from kvstow.plan.manifest import decode, encode
 from kvstow.plan.pack import packed
-from kvstow.plan.weight_files import CACHE_NAME
 from planning import attention
 
 FOLDER = folder()

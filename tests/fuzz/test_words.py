@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from fuzzing import ODD, Reader, damaged_bytes, folder, fuzzed
 from kvstow.cli import app
 from kvstow.errors import PlanError, TransferError
-from kvstow.plan.layout import ORDERS
-from kvstow.plan.words import parse_order, parse_size
+from kvstow.plan.layout import ORDERS, parse_order
+from kvstow.plan.view import parse_size
 from kvstow.transfer.channel.address import check_dialled, is_loopback
 
 FILE = folder() / "m.json"

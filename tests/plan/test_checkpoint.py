@@ -1,14 +1,27 @@
-"""What counts of a checkpoint beside its weights: configuration, settings, code, tokenizer."""
+"""What counts of a checkpoint: configuration, settings, code, tokenizer, and every tensor."""
 
 import json
 import os
+import random
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
 
-from checkpoints import checkpoint
+from checkpoints import CONFIG, checkpoint, safetensors
 from kvstow.errors import ModelError
-from kvstow.plan.checkpoint import MAX_CODE_FILES, SETTINGS, checkpoint_name
+from kvstow.plan.checkpoint import (
+    CACHE_NAME,
+    MAX_CODE_FILES,
+    SETTINGS,
+    WHOLE_BYTES,
+    checkpoint_name,
+    weight_files,
+    weights_digest,
+)
 from kvstow.plan.identity import Identity
 
 
@@ -169,3 +182,268 @@ def test_a_folder_full_of_other_code_is_refused(tmp_path: Path):
         (folder / f"f{number}.py").touch()
     with pytest.raises(ModelError, match="Python files below"):
         Identity.of(folder)
+
+
+# ── every tensor ──────────────────────────────────────────────────────────────────────
+
+
+def test_each_of_very_many_tensors_counts(tmp_path: Path):
+    """More than there are samples, over several files, as experts are."""
+    names = [f"layers.{n // 64}.mlp.experts.{n % 64}.down_proj.weight" for n in range(3 * 4096)]
+    shards = [names[i::3] for i in range(3)]
+    whole = [safetensors(dict.fromkeys(shard, b"\x01" * 64)) for shard in shards]
+    for number, data in enumerate(whole):
+        (tmp_path / f"model-{number}.safetensors").write_bytes(data)
+    before = weights_digest(tmp_path)
+    chooser = random.Random(1)
+    for _ in range(50):
+        number, at = chooser.randrange(3), 64 * chooser.randrange(4096) + chooser.randrange(64)
+        data = bytearray(whole[number])
+        data[at - 64 * 4096] ^= 1
+        path = tmp_path / f"model-{number}.safetensors"
+        path.write_bytes(data)
+        assert weights_digest(tmp_path) != before
+        path.write_bytes(whole[number])
+    assert weights_digest(tmp_path) == before
+
+
+@pytest.mark.parametrize("at", [0, 1, WHOLE_BYTES // 2, WHOLE_BYTES - 1])
+def test_each_byte_of_a_small_tensor_counts(tmp_path: Path, at: int):
+    many = {f"w{n}": bytes(WHOLE_BYTES) for n in range(64)}
+    (tmp_path / "model.safetensors").write_bytes(safetensors(many))
+    before = weights_digest(tmp_path)
+    changed = bytearray(WHOLE_BYTES)
+    changed[at] = 1
+    (tmp_path / "model.safetensors").write_bytes(safetensors(many | {"w7": bytes(changed)}))
+    assert weights_digest(tmp_path) != before
+
+
+def test_a_change_inside_any_one_tensor_is_seen(tmp_path: Path):
+    folder = checkpoint(tmp_path / "llama")
+    before = Identity.of(folder)
+    path = folder / "model-1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) - 2048] ^= 1  # the middle of the last tensor
+    path.write_bytes(data)
+    assert Identity.of(folder).weights != before.weights
+
+
+def with_tensors(folder: Path, **tensors: np.ndarray) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(
+        {name.replace("__", "."): each for name, each in tensors.items()}, folder / "m.safetensors"
+    )
+    return folder
+
+
+def test_one_token_of_an_embedding_that_was_changed_is_seen(tmp_path: Path):
+    """As after training added tokens only, or repairing untrained ones."""
+    weights = np.random.default_rng(1).random((4096, 64), np.float32)
+    tuned = weights.copy()
+    tuned[7] = 0.25
+    for name in ("model__embed_tokens__weight", "transformer__wte__weight"):
+        folders = tmp_path / name / "a" / "m", tmp_path / name / "b" / "m"
+        ids = [
+            Identity.of(with_tensors(folder, **{name: each, "model__q__weight": weights}))
+            for folder, each in zip(folders, (weights, tuned), strict=True)
+        ]
+        assert ids[0].weights != ids[1].weights
+
+
+def test_one_expert_of_a_fused_tensor_among_many_is_seen(tmp_path: Path):
+    """Though its file's share of samples is one per tensor."""
+    shape, size = [32, 64, 512], 32 * 64 * 512
+    others = {f"w{n}": bytes(16) for n in range(20_000)}
+
+    def digest(experts: bytes) -> str:
+        data = safetensors({"experts": experts} | others, {"experts": shape})
+        (tmp_path / "model.safetensors").write_bytes(data)
+        return weights_digest(tmp_path)
+
+    before = digest(bytes(size))
+    for expert in (0, 7, 31):
+        tuned = bytearray(size)
+        tuned[expert * size // 32 : (expert + 1) * size // 32] = b"\1" * (size // 32)
+        assert digest(bytes(tuned)) != before
+
+
+def test_embeddings_that_overlap_are_not_read_again_and_again(tmp_path: Path):
+    header = {
+        f"embed{i}.weight": {"dtype": "U8", "shape": [1 << 20], "data_offsets": [0, 1 << 20]}
+        for i in range(20_000)  # 20 GB, if each were read
+    }
+    text = json.dumps(header).encode()
+    checkpoint(tmp_path, shards=0)
+    data = len(text).to_bytes(8, "little") + text + bytes(1 << 20)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert Identity.of(tmp_path).is_verified
+
+
+# ── other formats ─────────────────────────────────────────────────────────────────────
+
+
+def test_the_format_that_an_engine_loads_counts_and_is_named(tmp_path: Path):
+    folder = checkpoint(tmp_path)
+    before = Identity.of(folder)
+    assert before.weights.startswith("safetensors:")
+    torch.save({"w": torch.zeros(64)}, folder / "pytorch_model.bin")
+    (folder / "model-Q4.gguf").write_bytes(gguf({"w": bytes(64)}))
+    assert Identity.of(folder) == before
+    told = Identity.of(folder, weight_files="*.bin")
+    assert told.weights.startswith("bin:")
+    (difference,) = before.differences(told)
+    assert "'safetensors:" in difference
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    assert Identity.of(folder) == told
+    (folder / "pytorch_model.bin").unlink()
+    assert Identity.of(folder).weights.startswith("gguf:")
+
+
+def test_the_index_counts_and_says_which_files_do(tmp_path: Path):
+    folder = checkpoint(tmp_path)
+    names = ["model-0.safetensors", "model-1.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": names[0], "b": names[1]}}))
+    before = weights_digest(folder)
+    (folder / "consolidated.safetensors").write_bytes(safetensors({"w": b"123"}))
+    assert weights_digest(folder) == before
+    assert [path.name for path in weight_files(folder)] == [*names, index.name]
+    assert weights_digest(folder, "consolidated*.safetensors") != before
+    index.write_text(json.dumps({"weight_map": {"a": names[1], "b": names[0]}}))
+    assert weights_digest(folder) != before
+    index.write_text("[]")
+    with pytest.raises(ModelError, match="its files cannot be read"):
+        weights_digest(folder)
+
+
+def test_what_a_trainer_leaves_is_no_weight(tmp_path: Path):
+    torch.save({"w": torch.zeros(64)}, tmp_path / "pytorch_model.bin")
+    before = weights_digest(tmp_path)
+    torch.save({"lr": 1e-4}, tmp_path / "training_args.bin")
+    assert weights_digest(tmp_path) == before
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_each_tensor_of_a_torch_file_counts(tmp_path: Path, is_zip: bool):
+    tensors = {f"w{n}": torch.full((64, 1024), float(n)) for n in range(20)}
+
+    def digest() -> str:
+        path = tmp_path / "pytorch_model.bin"
+        torch.save(tensors, path, _use_new_zipfile_serialization=is_zip)
+        return weights_digest(tmp_path)
+
+    digests = {digest()}
+    for name in tensors:
+        tensors[name] = tensors[name] + 100
+        digests.add(digest())
+    tensors["w3"][5, 7] = -1  # one element: the archive's directory has checksums
+    digests.add(digest())
+    assert len(digests) == 22
+
+
+def gguf(tensors: dict[str, bytes], *, tokens: tuple[str, ...] = ("a", "b"), rope: float = 1e4):
+    """A GGUF file of version 3, written as its format says."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    fields = [
+        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
+        text("llama.rope.freq_base") + struct.pack("<If", 6, rope),
+        text("tokenizer.ggml.tokens")
+        + struct.pack("<IIQ", 9, 8, len(tokens))
+        + b"".join(map(text, tokens)),
+        text("tokenizer.ggml.scores") + struct.pack("<IIQ3f", 9, 6, 3, 1, 2, 3),
+    ]
+    lines, body = b"", b""
+    for name, data in tensors.items():
+        lines += text(name) + struct.pack("<IQIQ", 1, len(data), 24, len(body))
+        body += data + bytes(-len(data) % 32)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields)) + b"".join(fields) + lines
+    return head + bytes(-len(head) % 32) + body
+
+
+def test_the_whole_header_and_each_tensor_of_a_gguf_file_count(tmp_path: Path):
+    tensors = {f"blk.{n}.weight": bytes([n]) * 100_000 for n in range(9_000 // 100)}
+    tensors["token_embd.weight"] = bytes(100_000)
+    changes: list[bytes] = [
+        gguf(tensors),
+        gguf(tensors, tokens=("a", "c")),
+        gguf(tensors, rope=5e5),
+        gguf(tensors | {"token_embd.weight": bytes(77_777) + b"\1" + bytes(22_222)}),
+        *(gguf(tensors | {f"blk.{n}.weight": bytes([99]) * 100_000}) for n in (0, 44, 89)),
+    ]
+    digests: set[str] = set()
+    for data in changes:
+        (tmp_path / "m.gguf").write_bytes(data)
+        digests.add(weights_digest(tmp_path))
+    assert len(digests) == len(changes)
+
+
+def test_a_gguf_file_that_is_cut_or_none_is_refused(tmp_path: Path):
+    data = gguf({"w": bytes(64)})
+    header_bytes = len(data) - 64 - 31  # at least: what follows is padding
+    for each in (*(data[:n] for n in range(header_bytes)), b"GGML" + data[4:]):
+        (tmp_path / "m.gguf").write_bytes(each)
+        with pytest.raises(ModelError, match="header cannot be read"):
+            weights_digest(tmp_path)
+
+
+# ── the cache, and damage ─────────────────────────────────────────────────────────────
+
+
+def test_the_digest_is_kept_beside_the_weights_and_not_trusted_after_a_change(tmp_path: Path):
+    folder = checkpoint(tmp_path / "llama")
+    first = Identity.of(folder)
+    assert (folder / CACHE_NAME).is_file()
+    cached = json.loads((folder / CACHE_NAME).read_text())
+    (folder / CACHE_NAME).write_text(json.dumps(cached | {"weights": "kept"}))
+    assert Identity.of(folder).weights == "kept"
+    checkpoint(folder, seed=3)
+    assert Identity.of(folder).weights not in ("kept", first.weights)
+    (folder / CACHE_NAME).write_text("garbage")
+    assert Identity.of(folder).weights not in ("kept", first.weights)
+
+
+def test_weights_put_in_place_with_the_old_times_are_read_again(tmp_path: Path):
+    """As `rsync -t`, `cp -p` and images with normalised times do."""
+    checkpoint(tmp_path)
+    file = next(tmp_path.glob("*.safetensors"))
+    before, stat = Identity.of(tmp_path), file.stat()
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    file.write_bytes(data[:start] + bytes(byte ^ 1 for byte in data[start:]))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert file.stat().st_mtime_ns == stat.st_mtime_ns
+    assert Identity.of(tmp_path).weights != before.weights
+
+
+def test_a_note_of_the_digest_that_is_none_is_not_used(tmp_path: Path):
+    right = Identity.of(checkpoint(tmp_path))
+    note = json.loads((tmp_path / CACHE_NAME).read_text())
+    empty = json.dumps(note | {"weights": ""}).encode()
+    for data in (b'"\x80"', b'{"x":' * 50_000, empty):
+        (tmp_path / CACHE_NAME).write_bytes(data)
+        assert Identity.of(tmp_path) == right
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[]",
+        '{"a": []}',
+        '{"a": {"data_offsets": [0]}}',
+        '{"a": {"data_offsets": [0, 1e999]}}',
+        '{"a": {"data_offsets": [8, 4]}}',
+        '{"a": {"data_offsets": [-8, 4]}}',
+        '{"a": {"data_offsets": [0, 1000000000000000000000]}}',
+        "[" * 50_000,
+    ],
+)
+def test_weights_whose_header_is_none_are_refused(tmp_path: Path, header: str):
+    data = len(header).to_bytes(8, "little") + header.encode() + bytes(64)
+    (checkpoint(tmp_path) / "model-0.safetensors").write_bytes(data)
+    with pytest.raises(ModelError, match="header cannot be read"):
+        Identity.of(tmp_path)

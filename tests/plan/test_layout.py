@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvstow.errors import BlockError, LayoutError, SpecError
+from kvstow.errors import BlockError, LayoutError, PlanError, SpecError
 from kvstow.plan.group import grouped
-from kvstow.plan.layout import Placement
+from kvstow.plan.layout import ORDERS, Placement, parse_order
 from kvstow.plan.pack import Site, packed
 from planning import attention
 
@@ -103,3 +103,27 @@ def test_pages_of_one_geometry_are_one_set_section_by_section():
         assert each.offsets.tolist() == offsets
         assert each.place == layout.layers["l.0"][2][section]
         assert each.spec.fields == layout.layers["l.0"][1].sections[section].fields
+
+
+@pytest.mark.parametrize(
+    ("text", "order"),
+    [*((order.lower(), order) for order in ORDERS), ("HND", "BLHNC"), ("nhd", "BLNHC")],
+)
+def test_orders_are_read_in_the_spelling_people_use(text, order):
+    assert parse_order(text) == order
+
+
+def test_the_order_of_a_page_is_the_one_its_name_says():
+    """HND: the heads of a page are farther apart than its tokens; NHD: the other way."""
+    for name, outer, inner in (("HND", "head", "token"), ("NHD", "token", "head")):
+        site = Site(order=parse_order(name))
+        view = packed(grouped([attention("a", tokens=4, heads=3)]), num_slabs=2, site=site).view(
+            "a"
+        )
+        assert view.axis(outer).stride > view.axis(inner).stride
+
+
+@pytest.mark.parametrize("text", ["", "NHCLB", "BLHN", "H N D", 3, None])
+def test_an_unknown_order_is_refused_with_those_there_are(text):
+    with pytest.raises(PlanError, match=r"order .* is none of .*BLHNC.*\n\nhint: "):
+        parse_order(text)

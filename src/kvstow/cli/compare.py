@@ -27,7 +27,7 @@ from kvstow.cli.output import (
     write_file,
 )
 from kvstow.errors import ModelError, PlanError
-from kvstow.plan.layout import ORDERS, Order
+from kvstow.plan.layout import ORDERS, Order, parse_order
 from kvstow.plan.pack import PACKINGS, Packing
 from kvstow.plan.sizing.plan import (
     MAX_BLOCK_TOKENS,
@@ -36,8 +36,7 @@ from kvstow.plan.sizing.plan import (
     Deployment,
     RankLayers,
 )
-from kvstow.plan.sizing.report import alike, compared_figures, mark_best
-from kvstow.plan.words import parse_order
+from kvstow.plan.sizing.reports import alike, compared_figures, mark_best
 
 MOST_LAYOUTS = 1000
 Choices = list[tuple[Order, Packing]]

@@ -20,7 +20,7 @@ Words = Annotated[
 def models(words: Words = None, json: options.Json = False) -> None:
     """Models known by name, and what a token costs in each."""
     from kvstow.plan.models.catalogue import close_names, matching
-    from kvstow.plan.sizing.report import catalogue_figures
+    from kvstow.plan.sizing.reports import catalogue_figures
 
     names = matching(words or ())
     if not names:

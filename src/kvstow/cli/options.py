@@ -17,10 +17,11 @@ import typer
 
 from kvstow.cli.output import MISUSED, note, refuse
 from kvstow.errors import ManifestError, ModelError, PlanError, TransferError
-from kvstow.plan.layout import ORDERS, Layout, Order
+from kvstow.plan.layout import ORDERS, Layout, Order, parse_order
 from kvstow.plan.pack import PACKINGS, Alignment, Demand, Packing
 from kvstow.plan.sizing.plan import MAX_BLOCK_TOKENS, Deployment, RankLayers, repacked
-from kvstow.plan.words import counted, parse_order, parse_size
+from kvstow.plan.view import parse_size
+from kvstow.text import plural
 
 _USUAL = Alignment()
 
@@ -209,7 +210,7 @@ def check_rank(deployment: Deployment, rank: int, said: str) -> None:
     if rank >= deployment.num_ranks:
         refuse(
             f"{said}: tp {deployment.tp} × pp {deployment.pp} is "
-            f"{counted(deployment.num_ranks, 'rank')}\n\n"
+            f"{plural(deployment.num_ranks, 'rank')}\n\n"
             f"hint: ranks count from 0 to {deployment.num_ranks - 1}",
             code=MISUSED,
         )

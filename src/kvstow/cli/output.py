@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvstow.errors import BackendMissing, KvstowError
-from kvstow.plan.words import human as human
+from kvstow.text import human as human
 
 WIDTH = 80
 HINT = "\n\nhint: "

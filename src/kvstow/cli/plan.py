@@ -20,7 +20,7 @@ from kvstow.cli.output import (
     write_file,
 )
 from kvstow.plan.sizing.plan import Deployment, Plan
-from kvstow.plan.sizing.report import LENGTHS, padding_fractions, plan_figures, tensor_bytes
+from kvstow.plan.sizing.reports import LENGTHS, padding_fractions, plan_figures, tensor_bytes
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout

@@ -7,7 +7,7 @@ import typer
 from kvstow.cli import options
 from kvstow.cli.output import FAILED, MISUSED, emit_json, emit_text, refuse
 from kvstow.errors import ModelError, PlanError
-from kvstow.plan.sizing.engine import Engine, EngineName
+from kvstow.plan.sizing.cluster import Engine, EngineName
 from kvstow.plan.sizing.plan import USUAL_TOKENS, Deployment
 
 
@@ -139,9 +139,9 @@ def size(
     fit. With --requests alone, how much memory they need. With both, the smallest cluster,
     searched over tp, pp and replicas. Exits with 1 if not one request fits for certain.
     """
-    from kvstow.plan.models.weights import Weights, model_weights
-    from kvstow.plan.sizing.answers import SizeQuestion, size_report
     from kvstow.plan.sizing.cluster import PP, TP, Gpu
+    from kvstow.plan.sizing.reports import SizeQuestion, size_report
+    from kvstow.plan.sizing.weights import Weights, model_weights
 
     options.note_shadowed(model)
     kv_dtypes = tuple(kv_dtype.split(",")) if kv_dtype else (None,)

@@ -11,7 +11,7 @@ import typer
 from kvstow.cli import options
 from kvstow.cli.output import FAILED, MISUSED, human, is_terminal, refuse, show, table
 from kvstow.errors import SpecError, TransferError
-from kvstow.plan.words import counted
+from kvstow.text import plural
 
 if TYPE_CHECKING:
     from kvstow.transfer.channel.curve import Keys
@@ -265,8 +265,8 @@ def _agent(document: Mapping[str, Any]) -> list[str]:
     head = (
         f"{document['agent']} at {document['address']}: {document['model'] or 'a model'} in "
         f"{human(document['arena_bytes'])} of {document['memory']}, "
-        f"{counted(document['leases'], 'lease')}, {counted(document['transfers'], 'transfer')}, "
-        f"{counted(document['quarantined_rows'], 'row')} in quarantine{_lent(document)}"
+        f"{plural(document['leases'], 'lease')}, {plural(document['transfers'], 'transfer')}, "
+        f"{plural(document['quarantined_rows'], 'row')} in quarantine{_lent(document)}"
     )
     rows = [
         (peer["name"], _health(peer), peer["direction"] or "–", _speed(peer), _moved(peer))
@@ -285,7 +285,7 @@ def _agent(document: Mapping[str, Any]) -> list[str]:
 def _missed(peers: Iterable[Mapping[str, Any]]) -> list[str]:
     """Why this agent's own requests for a prefix got no ticket, a line for each peer."""
     return [
-        f"{peer['name']} had no ticket for {counted(sum(peer['misses'].values()), 'request')}: "
+        f"{peer['name']} had no ticket for {plural(sum(peer['misses'].values()), 'request')}: "
         f"{_reasons(peer['misses'])}"
         for peer in peers
         if peer["misses"]
@@ -303,8 +303,8 @@ def _lent(document: Mapping[str, Any]) -> str:
         return ""
     misses = {kind: n for kind, n in answers.items() if kind != "ticket"}
     return (
-        f", {counted(blocks, 'block')} lent, {answers.get('ticket', 0):,} of "
-        f"{counted(sum(answers.values()), 'request')} answered with a ticket"
+        f", {plural(blocks, 'block')} lent, {answers.get('ticket', 0):,} of "
+        f"{plural(sum(answers.values()), 'request')} answered with a ticket"
         + (f" ({_reasons(misses)})" if misses else "")
     )
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvstow.demo.story import DemoState, PromptState
 from kvstow.plan.layout import Layout
-from kvstow.plan.words import counted
+from kvstow.text import plural
 
 QUESTION_WIDTH = 62
 
@@ -211,22 +211,22 @@ def _verdict(show: DemoState) -> RenderableType:
     pulls = [prompt.pulled for prompt in show.prompts if prompt.pulled]
     failures = sum(prompt.lost is not None for prompt in show.prompts)
     again = sum(prompt.again is not None for prompt in show.prompts)
-    descriptors = counted(sum(pull.descriptors for pull in pulls), "descriptor")
+    descriptors = plural(sum(pull.descriptors for pull in pulls), "descriptor")
     lines = [
         Text("identical: every token is the single process's", style="bold green")
         if show.identical
         else Text("DIFFERENT: see above", style="bold red"),
         Text(
-            f"{counted(len(pulls), 'transfer')}, {size(sum(pull.nbytes for pull in pulls))} in "
+            f"{plural(len(pulls), 'transfer')}, {size(sum(pull.nbytes for pull in pulls))} in "
             f"{descriptors}; layer by layer, K and V apart, {sum(p.per_layer for p in pulls):,}"
         ),
     ]
     if failures:
         verb = "was" if failures == 1 else "were"
-        text = f"{counted(failures, 'transfer')} failed and {verb} computed instead"
+        text = f"{plural(failures, 'transfer')} failed and {verb} computed instead"
         lines.append(Text(text, style="yellow"))
     if again:
-        prompts = counted(again, "prompt")
+        prompts = plural(again, "prompt")
         lines.append(Text(f"{prompts} answered again from disk by a fresh process"))
     if show.seconds:
         lines.append(Text(f"{show.seconds:.0f} s in all", style="dim"))

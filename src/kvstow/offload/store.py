@@ -40,7 +40,7 @@ from kvstow.offload.why import WhyEnded, why_ended
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import State
-from kvstow.plan.words import parse_size
+from kvstow.plan.view import parse_size
 from kvstow.route.blocks import Blocks
 
 log = logging.getLogger("kvstow.offload")

@@ -24,13 +24,12 @@ In the order in which they are read:
 """
 
 from kvstow.plan.group import Group, grouped
-from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
+from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement, parse_order
 from kvstow.plan.pack import Alignment, Demand, Packing, Site, packed, packed_as, separate, union
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 from kvstow.plan.sizing.capacity import max_requests, max_tokens, request_bytes
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
-from kvstow.plan.view import Axis, Ints, Run, View
-from kvstow.plan.words import parse_order, parse_size
+from kvstow.plan.view import Axis, Ints, Run, View, parse_size
 
 __all__ = [
     "ORDERS",

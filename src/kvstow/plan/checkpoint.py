@@ -1,19 +1,36 @@
-"""What decides a checkpoint's computation beside its weights: configuration, code, tokenizer.
+"""What decides a checkpoint's computation: configuration, code, tokenizer, and its weights.
 
-Files count by their names and bytes, never by where or since when they lie.
+Files count by their names and bytes, never by where or since when they lie. Of weights a digest
+covers, without reading all of them,
+
+    index       what a file says about its tensors, whole: names, types, shapes; in GGUF the
+                model's configuration and tokenizer too
+    tensors     every one: whole up to 16 KiB, else 256 bytes from each of its equal parts; a
+                tensor of several experts has at least a part for each
+    embeddings  whole: a tuned model may change just a few tokens
+    others      files of unknown structure, whole
+
+It is kept beside the weights (`.kvstow-weights.json`) under the files' sizes and times, where that
+can be written.
 """
 
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, BinaryIO, NamedTuple, cast
+from zipfile import ZipFile
+
+import msgspec
 
 from kvstow.errors import ModelError
-from kvstow.plan.weight_files import small_file, weights_digest
+from kvstow.plan.view import align_up
 
 SETTINGS = (
     "params.json",
@@ -46,6 +63,14 @@ TOKENIZERS = (
     "spiece.model",
 )
 
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+"""Formats of weights. Engines load the first that is there, unless they are told otherwise."""
+NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pth?)")
+"""What a trainer leaves beside weights of a similar name."""
+CACHE_NAME = ".kvstow-weights.json"
+
+MAX_FILE_BYTES = 16 << 20
+"""Of a configuration, an index, or a file of code."""
 MAX_CODE_FILES = 1024
 
 
@@ -90,10 +115,10 @@ def deciding_files(
     """
     paths = [path for name in SETTINGS if (path := folder / name).is_file()]
     digests = {path.name: _file_digest(path) for path in paths}
-    maps = [*_auto_maps(config)] if trust_remote_code else []
-    if maps:
+    names = [*_auto_maps(config)] if trust_remote_code else []
+    if names:
         digests |= code_digests(folder)
-        digests |= {text: "elsewhere" for each in maps for text in _texts(each) if "--" in text}
+        digests |= {name: "elsewhere" for name in names if "--" in name}
     return digests
 
 
@@ -147,12 +172,11 @@ def _without_chat(data: bytes) -> bytes:
     return data
 
 
-def _auto_maps(value: Any) -> Iterator[Any]:
-    """What stands under `auto_map` in a configuration and in all parts of it."""
+def _auto_maps(value: Any) -> Iterator[str]:
+    """The texts below `auto_map` in a configuration and in all parts of it."""
     if isinstance(value, Mapping):
         for key, inner in cast("Mapping[str, Any]", value).items():
-            if key == "auto_map" and any(_texts(inner)):
-                yield inner
+            yield from _texts(inner) if key == "auto_map" else ()
             yield from _auto_maps(inner)
     elif isinstance(value, list):
         for inner in cast("list[Any]", value):
@@ -160,7 +184,7 @@ def _auto_maps(value: Any) -> Iterator[Any]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
+    if isinstance(value, str) and value:
         yield value
     elif isinstance(value, Mapping):
         yield from _texts([*cast("Mapping[str, Any]", value).values()])
@@ -169,8 +193,282 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
+def small_file(path: Path) -> bytes:
+    """What an ordinary file of bounded length holds. Raises OSError for anything else."""
+    if path.exists() and not path.is_file():
+        raise OSError("it is no ordinary file")
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise OSError(f"more than {MAX_FILE_BYTES} bytes")
+    return data
+
+
 def _file_digest(path: Path) -> str:
     try:
         return blake2b(small_file(path), digest_size=16).hexdigest()
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
+
+
+# ── weights ───────────────────────────────────────────────────────────────────────────
+
+MAX_HEADER_BYTES = 100 << 20
+MAX_SAMPLES = 8192
+"""Of all tensors together, unless there are more tensors than that."""
+SAMPLE_BYTES = 256
+WHOLE_BYTES = 16 << 10
+"""Tensors up to this size are read whole."""
+EMBEDDINGS = re.compile(r"(^|[._])(wte|tok_embeddings|token_embd|embed\w*)\.")
+"""Tensors with a row per token. Whoever adds or repairs tokens changes these rows only."""
+CHUNK_BYTES = 8 << 20
+NUM_READERS = 16
+"""Files that are read at the same time: samples wait for the disk, not for the processor."""
+_DIGEST_VERSION = 3
+
+
+class _Cached(msgspec.Struct, frozen=True):
+    version: int
+    files: dict[str, tuple[int, int, int]]
+    """Size, time of change, and the time of the inode's change, which nobody can set."""
+    weights: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+
+
+def weight_files(folder: Path, pattern: str = "") -> list[Path]:
+    """The files that an engine loads weights from; none where there are none.
+
+    `pattern` is what it looks for, if it was told to. An index of safetensors files, which is
+    among them, says which of those count: not `consolidated.safetensors` beside `model-…` files.
+    """
+    for each in (pattern,) if pattern else WEIGHTS:
+        files = sorted(path for path in folder.glob(each) if not NO_WEIGHTS.fullmatch(path.name))
+        stem = "consolidated" if each.startswith("consolidated") else "model"
+        index = folder / f"{stem}.safetensors.index.json"
+        if files and files[0].suffix == ".safetensors" and index.is_file():
+            names = {"model.safetensors", *_indexed_names(index)}
+            return [*([path for path in files if path.name in names] or files), index]
+        if files:
+            return files
+    return []
+
+
+def weights_digest(folder: Path, pattern: str = "") -> str:
+    """The format of the weights and a digest of them, from the cache where files are unchanged.
+
+    Raises ModelError where there are none, and where a file is damaged.
+    """
+    files = weight_files(folder, pattern)
+    if not files:
+        raise ModelError(
+            f"{folder}: no weights ({pattern or ', '.join(WEIGHTS)}) to identify the model by\n\n"
+            f"hint: name the folder that holds them, or use Identity.unverified('why')"
+        )
+    stats = {path.name: path.stat() for path in files}
+    stamps = {
+        name: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats.items()
+    }
+    cache = folder / CACHE_NAME
+    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        cached = msgspec.json.decode(small_file(cache), type=_Cached)
+        if cached.version == _DIGEST_VERSION and cached.files == stamps:
+            return cached.weights
+    digest = f"{files[0].suffix[1:]}:{_digest(files)}"
+    with suppress(OSError):  # a folder that cannot be written to is read again next time
+        fresh = cache.with_name(f"{CACHE_NAME}.{os.getpid()}")
+        fresh.write_bytes(msgspec.json.encode(_Cached(_DIGEST_VERSION, stamps, digest)))
+        fresh.replace(cache)
+    return digest
+
+
+def _indexed_names(index: Path) -> set[str]:
+    try:
+        names: Any = json.loads(small_file(index))["weight_map"].values()
+        return {str(name) for name in names}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{index}: its files cannot be read: {error!r}") from None
+
+
+def _digest(files: list[Path]) -> str:
+    share = MAX_SAMPLES // len(files) + 1
+    state = blake2b(digest_size=16)
+    with ThreadPoolExecutor(min(NUM_READERS, len(files))) as readers:
+        for digest in readers.map(partial(_weight_file_digest, num_samples=share), files):
+            state.update(digest)
+    return state.hexdigest()
+
+
+def _weight_file_digest(path: Path, num_samples: int) -> bytes:
+    state = blake2b(digest_size=16)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            state.update(f"{path.name}:{size}:".encode())
+            for offset, nbytes in _places(file, path.suffix, size, num_samples):
+                for start in range(offset, offset + nbytes, CHUNK_BYTES):
+                    length = min(CHUNK_BYTES, offset + nbytes - start)
+                    state.update(os.pread(file.fileno(), length, start))
+    except OSError as error:
+        raise ModelError(f"{path}: weights cannot be read: {error}") from None
+    return state.digest()
+
+
+class _Tensor(NamedTuple):
+    start: int
+    nbytes: int
+    num_parts: int = 1
+    """Things inside that somebody may change alone: experts."""
+    is_embedding: bool = False
+
+
+class _Index(NamedTuple):
+    """What a file says about its tensors: where that stands, and where they lie."""
+
+    start: int
+    nbytes: int
+    tensors: list[_Tensor]
+
+
+def _places(file: BinaryIO, suffix: str, size: int, num_samples: int) -> Iterator[tuple[int, int]]:
+    """Which bytes of a file count, as offset and length."""
+    index = _index(file, suffix, size)
+    yield index.start, index.nbytes
+    # Embeddings that overlap would be read again and again.
+    whole = sum(each.nbytes for each in index.tensors if each.is_embedding) <= size
+    share = num_samples // max(1, len(index.tensors))
+    for start, nbytes, num_parts, is_embedding in sorted(index.tensors):
+        count = max(1, share, min(num_parts, nbytes // WHOLE_BYTES))
+        if (is_embedding and whole) or nbytes <= max(WHOLE_BYTES, count * SAMPLE_BYTES):
+            yield start, nbytes
+            continue
+        for i in range(count):
+            middle = (2 * i + 1) * nbytes // (2 * count)
+            yield start + middle - SAMPLE_BYTES // 2, SAMPLE_BYTES
+
+
+def _index(file: BinaryIO, suffix: str, size: int) -> _Index:
+    match suffix:
+        case ".safetensors":
+            return _safetensors_index(file, size)
+        case ".gguf":
+            return _gguf_index(file, size)
+        case ".bin" | ".pt" | ".pth":
+            return _torch_index(file, size)
+        case _:
+            return _Index(0, size, [])
+
+
+def _safetensors_index(file: BinaryIO, size: int) -> _Index:
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        raise ModelError(f"{file.name}: a header of {header_bytes} bytes in a file of {size}")
+    start = 8 + header_bytes
+    try:
+        header: Any = json.loads(file.read(header_bytes))
+        if not isinstance(header, dict):
+            raise ValueError("a list or a value, not tensors by name")
+        tensors = [
+            _tensor_at(start, size, name, entry)
+            for name, entry in cast("dict[str, Any]", header).items()
+            if name != "__metadata__"
+        ]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file.name}: its header cannot be read: {error!r}") from None
+    return _Index(0, start, tensors)
+
+
+def _tensor_at(start: int, size: int, name: str, entry: Any) -> _Tensor:
+    """A tensor of a file of `size` bytes whose header ends at `start`."""
+    lo, hi = entry["data_offsets"]
+    if type(lo) is not int or type(hi) is not int or not 0 <= lo <= hi <= size - start:
+        raise ValueError(f"a tensor at {[lo, hi]!r:.80}, {size - start} bytes are there")
+    shape = cast("list[Any]", entry["shape"] if isinstance(entry.get("shape"), list) else [])
+    num_parts = shape[0] if len(shape) > 2 and type(shape[0]) is int else 1
+    return _Tensor(start + lo, hi - lo, num_parts, _is_embedding(name))
+
+
+def _is_embedding(name: str) -> bool:
+    return EMBEDDINGS.search(name) is not None
+
+
+def _torch_index(file: BinaryIO, size: int) -> _Index:
+    """Of what `torch.save` writes: an archive with a file per tensor, and a directory at the end
+    that has checksums of all. What is no such archive is read whole."""
+    try:
+        with ZipFile(file) as archive:
+            starts = sorted(entry.header_offset for entry in archive.infolist())
+            end = archive.start_dir
+    except Exception:  # of many kinds, for files that are damaged
+        return _Index(0, size, [])
+    if not starts or starts[0] != 0 or not starts[-1] < end <= size:
+        return _Index(0, size, [])
+    spans = zip(starts, [*starts[1:], end], strict=True)
+    return _Index(end, size - end, [_Tensor(lo, hi - lo) for lo, hi in spans])
+
+
+def _gguf_index(file: BinaryIO, size: int) -> _Index:
+    try:
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            return _Gguf(data).index()
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ModelError(f"{file.name}: its header cannot be read: {error!r}") from None
+
+
+_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a value in GGUF by its type's number; 8 are texts, 9 lists."""
+
+
+class _Gguf:
+    """A walk through the header of a GGUF file: configuration, then a line per tensor."""
+
+    def __init__(self, data: mmap) -> None:
+        self._data = data
+        self._at = 0
+
+    def index(self) -> _Index:
+        if self._take(4) != b"GGUF" or not 2 <= self._number(4) <= 99:
+            raise ValueError("no GGUF file of version 2 or later")
+        num_tensors, num_fields = self._number(8), self._number(8)
+        fields = {self._value(8): self._value(self._number(4)) for _ in range(num_fields)}
+        lines = sorted(self._tensor() for _ in range(num_tensors))
+        alignment = int.from_bytes(fields.get(b"general.alignment", b"")[:4], "little")
+        start = align_up(self._at, alignment or 32)
+        ends = [*(offset for offset, *_ in lines[1:]), len(self._data) - start]
+        if lines and not lines[-1][0] <= ends[-1]:
+            raise ValueError(f"a tensor at {lines[-1][0]}, {ends[-1]} bytes are there")
+        tensors = [
+            _Tensor(start + offset, end - offset, num_parts, is_embedding)
+            for (offset, num_parts, is_embedding), end in zip(lines, ends, strict=False)
+        ]
+        return _Index(0, min(start, len(self._data)), tensors)
+
+    def _tensor(self) -> tuple[int, int, bool]:
+        """Offset behind the header, outermost of three dimensions or more, and whether the
+        tensor has a row per token."""
+        name = self._value(8).decode(errors="replace")
+        shape = [self._number(8) for _ in range(self._number(4))]
+        self._take(4)
+        return self._number(8), shape[-1] if len(shape) > 2 else 1, _is_embedding(name)
+
+    def _value(self, kind: int) -> bytes:
+        """The next value, of that type; nothing of a list of texts or lists."""
+        if kind in _SCALARS:
+            return self._take(_SCALARS[kind])
+        if kind == 8:
+            return self._take(self._number(8))
+        if kind != 9:
+            raise ValueError(f"a value of type {kind}")
+        kind, count = self._number(4), self._number(8)
+        if kind in _SCALARS:
+            return self._take(count * _SCALARS[kind])
+        for _ in range(count):
+            self._value(kind)
+        return b""
+
+    def _number(self, nbytes: int) -> int:
+        return int.from_bytes(self._take(nbytes), "little")
+
+    def _take(self, nbytes: int) -> bytes:
+        start, self._at = self._at, self._at + nbytes
+        if self._at > len(self._data):
+            raise ValueError(f"it ends at {len(self._data)}, within its header")
+        return self._data[start : self._at]

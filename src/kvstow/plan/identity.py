@@ -117,7 +117,7 @@ class Identity:
         """
         # Here, because layouts have identities and must not need msgspec to be imported.
         from kvstow.plan import checkpoint
-        from kvstow.plan.weight_files import weights_digest
+        from kvstow.plan.checkpoint import weights_digest
 
         folder = Path(model_dir)
         config = checkpoint.checkpoint_config(folder)

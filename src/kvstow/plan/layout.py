@@ -20,7 +20,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from kvstow.errors import BlockError, LayoutError, SpecError
+from kvstow.errors import BlockError, LayoutError, PlanError, SpecError
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.plan.sharing import Footprint, Strip, overlapping, sharing_sets, sharing_violations
@@ -29,6 +29,8 @@ from kvstow.plan.view import Axis, Ints, Run, View, joined
 
 Order = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 ORDERS: tuple[Order, ...] = get_args(Order)
+PAGE_ORDERS: dict[str, Order] = {"HND": "BLHNC", "NHD": "BLNHC"}
+"""What engines call the order inside a page: heads outside tokens, and tokens outside heads."""
 
 NULL_SLABS = 1
 """Slabs that no group ever owns; block 0 of every group lies in one."""
@@ -39,6 +41,19 @@ MAX_PIECES = 4096
 
 MAX_ALL_PIECES = 1 << 17
 """Pieces that the pages of one block may be in altogether: checking takes a second then."""
+
+
+def parse_order(value: str) -> Order:
+    """The order that `"BLHNC"`, `"blhnc"` or `"HND"` is."""
+    text = value.upper() if isinstance(value, str) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
+    if text in ORDERS:
+        return text
+    if text not in PAGE_ORDERS:
+        raise PlanError(
+            f"order {value!r} is none of {', '.join(ORDERS)}, HND and NHD"
+            "\n\nhint: the letters are Layer Block Head tokeN Content, outermost first"
+        )
+    return PAGE_ORDERS[text]
 
 
 @dataclass(frozen=True, slots=True)

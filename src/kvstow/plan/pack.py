@@ -26,11 +26,11 @@ from kvstow.plan.layout import (
     PlacedGroup,
     Placement,
     moved,
+    parse_order,
 )
 from kvstow.plan.slab import slab_geometry
 from kvstow.plan.spec import LayerSpec
-from kvstow.plan.view import align_up, check_count
-from kvstow.plan.words import MAX_BYTES, parse_order, parse_size
+from kvstow.plan.view import MAX_BYTES, align_up, check_count, parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Site:
         if parse_order(self.order) != self.order:
             raise PlanError(
                 f"order {self.order!r} is written {parse_order(self.order)!r}"
-                "\n\nhint: kvstow.plan.words.parse_order reads the spellings that people use"
+                "\n\nhint: kvstow.plan.layout.parse_order reads the spellings that people use"
             )
 
 

@@ -3,14 +3,16 @@
 Everything counts in bytes from the start of the arena. Intervals are half-open.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.errors import KvstowError, SpecError
+from kvstow.errors import KvstowError, PlanError, SpecError
 
 Ints = npt.NDArray[np.int64]
 """Ids, offsets, counts: the one integer array type."""
@@ -20,6 +22,17 @@ Whole = TypeVar("Whole", int, Ints)
 
 MAX_TOKENS = 1 << 40
 """No count of tokens, heads or states is larger."""
+
+MAX_BYTES = 1 << 63
+"""No arena, budget or alignment is that large."""
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgtp", start=1)
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)")
+_SIZE_HINT = "\n\nhint: for example 20GiB, 512MB, 1.5TiB or 1073741824"
 
 
 def check_count(
@@ -36,6 +49,31 @@ def check_count(
         text = f"{what} is {value!r}, not a whole number from {least} to {most}"
         raise error(f"{text}\n\nhint: {hint}" if hint else text)
     return value
+
+
+def parse_size(value: int | str) -> int:
+    """The bytes that a size as people write it is, exactly; letters may be large or small.
+
+    20GiB  1.5TiB     powers of 1024
+    20G  512M  64k    the same: 20G is 20GiB, as in `docker -m 20g` or `java -Xmx20G`
+    20GB  512MB       powers of 1000
+    21474836480       bytes; as a number or in words
+    """
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        unit = _UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise PlanError(f"{value[:80]!r} is not a size{_SIZE_HINT}")
+        nbytes = Fraction(match[1]) * unit
+    elif type(value) is int:
+        nbytes = Fraction(value)
+    else:
+        raise PlanError(f"{value!r} is not a size, but {type(value).__name__}{_SIZE_HINT}")
+    if nbytes.denominator != 1:
+        raise PlanError(f"{value!r} is {float(nbytes)} bytes, not a whole number of them")
+    if not 0 < nbytes < MAX_BYTES:
+        raise PlanError(f"{value!r} is {nbytes} bytes, not in [1, 2^63){_SIZE_HINT}")
+    return int(nbytes)
 
 
 def ceil_div(value: Whole, divisor: Whole | int) -> Whole:

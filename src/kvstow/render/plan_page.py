@@ -18,7 +18,7 @@ from kvstow.plan.sizing.capacity import (
     request_bytes,
 )
 from kvstow.plan.sizing.plan import Plan, RankLayers
-from kvstow.plan.sizing.report import descriptors, padding_fractions, per_layer_figures
+from kvstow.plan.sizing.reports import descriptors, padding_fractions, per_layer_figures
 from kvstow.render.data import Index, layout_record
 from kvstow.render.page import page
 from kvstow.render.svg import layout_svg

@@ -12,8 +12,8 @@ from html import escape
 from kvstow.plan.layout import Layout, page_runs
 from kvstow.plan.retention import in_words
 from kvstow.plan.view import Run
-from kvstow.plan.words import counted
 from kvstow.render.text import are_rows, short_name
+from kvstow.text import plural
 
 WIDTH = 960
 MARGIN = 8
@@ -124,7 +124,7 @@ def _group_line(layout: Layout, g: int) -> BarLine:
     number = layout.groups[g].rows_per_slab if has_slabs else layout.num_blocks(g)
     return BarLine(
         name=f"{group.name}: keeps {in_words(group.retention)}",
-        detail=f"{counted(number, 'row' if has_slabs else 'block')} of {group.block_tokens:,} "
+        detail=f"{plural(number, 'row' if has_slabs else 'block')} of {group.block_tokens:,} "
         "tokens",
         nbytes=layout.slab_bytes if has_slabs else layout.nbytes,
         bars=_rows(layout, g) if has_slabs else _parts(layout, g),
@@ -176,7 +176,7 @@ def _row_line(layout: Layout) -> BarLine:
         bars.append(_padding(Run(end, stride - end)))
     return BarLine(
         name=f"one block of {layout.groups[0].group.name}, widened: the pages of "
-        f"{counted(len(layout.groups[0].group.layers), 'layer')}",
+        f"{plural(len(layout.groups[0].group.layers), 'layer')}",
         detail=f"one copy of {layout.row_bytes(0):,} bytes",
         nbytes=stride,
         bars=bars,
@@ -197,7 +197,7 @@ def _per_layer_line(layout: Layout) -> BarLine:
         end += page.run.nbytes + gap
     return BarLine(
         name="the same block with one tensor per layer",
-        detail=f"{counted(group.num_tensors, 'copy')} from as many places",
+        detail=f"{plural(group.num_tensors, 'copy')} from as many places",
         nbytes=max(1, end - gap),
         bars=bars,
     )

@@ -15,7 +15,7 @@ from itertools import count, pairwise
 from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Run
-from kvstow.plan.words import counted
+from kvstow.text import plural
 
 WIDTH = 80
 EDGE = "│"
@@ -30,7 +30,7 @@ def slab_picture(layout: Layout, *, width: int = WIDTH) -> str:
     if not _has_slabs(layout):
         return _arena_picture(layout, width)
     heads = _line_heads(
-        [(rows.group.name, counted(rows.rows_per_slab, "row")) for rows in layout.groups]
+        [(rows.group.name, plural(rows.rows_per_slab, "row")) for rows in layout.groups]
     )
     ruler = Ruler(nbytes=layout.slab_bytes, width=width - len(heads[0]) - 1)
     lines = [
@@ -45,7 +45,7 @@ def rows_picture(layout: Layout, *, width: int = WIDTH) -> str:
     """One row of every group, its pages marked, all to one scale."""
     longest = max(layout.row_stride(g) for g in range(len(layout.groups)))
     heads = _line_heads(
-        [(rows.group.name, counted(len(rows.group.layers), "page")) for rows in layout.groups]
+        [(rows.group.name, plural(len(rows.group.layers), "page")) for rows in layout.groups]
     )
     ruler = Ruler(nbytes=longest, width=width - len(heads[0]) - 1)
     lines = [head + _pages_line(layout, g, ruler) for g, head in enumerate(heads)]
@@ -127,7 +127,7 @@ def _arena_picture(layout: Layout, width: int) -> str:
     where they are not."""
     heads = _line_heads(
         [
-            (rows.group.name, counted(layout.num_blocks(g), "block"))
+            (rows.group.name, plural(layout.num_blocks(g), "block"))
             for g, rows in enumerate(layout.groups)
         ]
     )

@@ -6,8 +6,8 @@ from textwrap import wrap
 from typing import Any, cast
 
 from kvstow.plan.view import ceil_div
-from kvstow.plan.words import counted, human
 from kvstow.simulate.replay import Pace, ReplayRecord, ReplaySample, shares
+from kvstow.text import human, plural
 
 ASSUMED = " These rates are assumed: give those of your engine."
 
@@ -84,7 +84,7 @@ class SimulationReport:
 
     def __str__(self) -> str:
         when = "all at once" if self.rate == float("inf") else f"{self.rate:.3g} per second"
-        head = f"{self.model}: {counted(self.num_requests, 'request')} of {self.trace}, {when}"
+        head = f"{self.model}: {plural(self.num_requests, 'request')} of {self.trace}, {when}"
         lines = [(name, *map(of, self.policies.values())) for name, of in _LINES.items()]
         widths = [
             max(map(len, column)) for column in zip(("", *self.policies), *lines, strict=True)

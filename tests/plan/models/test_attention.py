@@ -7,7 +7,7 @@ import pytest
 from kvstow.errors import ModelError, SpecError
 from kvstow.plan.models import model_layers
 from kvstow.plan.models.attention import attention
-from kvstow.plan.models.serving import precision
+from kvstow.plan.models.precision import precision
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Window
 from kvstow.plan.spec import Extent, LayerSpec
 from model_facts import LLAMA, layers

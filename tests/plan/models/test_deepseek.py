@@ -9,7 +9,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.layout import Order
 from kvstow.plan.models import deepseek, model_layers
 from kvstow.plan.models.deepseek import indexer, latent
-from kvstow.plan.models.serving import Precision, precision
+from kvstow.plan.models.precision import Precision, precision
 from kvstow.plan.pack import PACKINGS, Packing, Site, packed_as
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import LayerSpec

@@ -10,8 +10,8 @@ import pytest
 from kvstow.errors import ModelError
 from kvstow.plan.models import Model, load_model
 from kvstow.plan.models.families import stack
+from kvstow.plan.models.precision import ServingOptions
 from kvstow.plan.models.ranks import TensorRank
-from kvstow.plan.models.serving import ServingOptions
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 from kvstow.plan.spec import LayerSpec
 

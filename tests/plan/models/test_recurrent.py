@@ -1,8 +1,8 @@
 """Recurrent states: page sizes by kind, each against arithmetic written out here."""
 
 from kvstow.plan.models import recurrent
+from kvstow.plan.models.precision import Recurrence
 from kvstow.plan.models.ranks import TensorRank
-from kvstow.plan.models.serving import Recurrence
 from kvstow.plan.retention import State
 from kvstow.plan.spec import DType
 

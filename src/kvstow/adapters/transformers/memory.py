@@ -30,7 +30,7 @@ from kvstow.plan.layout import Layout, Order
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import State, Window
 from kvstow.plan.spec import LayerSpec
-from kvstow.plan.words import parse_size
+from kvstow.plan.view import parse_size
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from kvstow.errors import PlanError, SpecError, TransferError
 from kvstow.offload.journal import JournalKind
 from kvstow.offload.remote.url import parse
 from kvstow.plan.layout import Layout
-from kvstow.plan.words import parse_size
+from kvstow.plan.view import parse_size
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.discovery import check_source
 from kvstow.transfer.options import DigestPolicy, Options, Way

@@ -60,8 +60,7 @@ from kvstow.offload.tier import (
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import fingerprint
-from kvstow.plan.view import align_up
-from kvstow.plan.words import parse_size
+from kvstow.plan.view import align_up, parse_size
 
 log = logging.getLogger("kvstow.offload")
 

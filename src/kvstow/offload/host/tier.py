@@ -35,8 +35,7 @@ from kvstow.offload.tier import (
     log,
 )
 from kvstow.plan.layout import Layout
-from kvstow.plan.view import Ints
-from kvstow.plan.words import parse_size
+from kvstow.plan.view import Ints, parse_size
 
 
 @dataclass(frozen=True, slots=True, eq=False)

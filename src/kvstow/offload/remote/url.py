@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 from kvstow.errors import KvstowError, StoreError
 from kvstow.offload.remote.client import BlobClient
-from kvstow.plan.words import parse_size
+from kvstow.plan.view import parse_size
 
 FORMS = (
     "s3://BUCKET/PREFIX?endpoint=URL, redis://HOST:PORT/DB?prefix=NAME, "

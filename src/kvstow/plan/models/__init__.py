@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from kvstow.plan.models.catalogue import catalogue, unchecked
 from kvstow.plan.models.config import Config, Source, load_model
 from kvstow.plan.models.families import stack
+from kvstow.plan.models.precision import ServingOptions
 from kvstow.plan.models.ranks import TensorRank, stage
-from kvstow.plan.models.serving import ServingOptions
 from kvstow.plan.spec import LayerSpec
 
 __all__ = ["Config", "Model", "catalogue", "load_model", "model_layers"]

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from kvstow.errors import ModelError
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.ranks import AxisPart, split
-from kvstow.plan.models.serving import (
+from kvstow.plan.models.precision import (
     NvFp4,
     PerTokenHead,
     Plain,
@@ -19,6 +18,7 @@ from kvstow.plan.models.serving import (
     ServingOptions,
     Stack,
 )
+from kvstow.plan.models.ranks import AxisPart, split
 from kvstow.plan.models.windows import retentions
 from kvstow.plan.retention import Full, Retention
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec

@@ -23,7 +23,7 @@ from math import lcm
 from kvstow.errors import ModelError
 from kvstow.plan.models.attention import ONE_HEAD, checked_layers, content, num_layers
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.serving import (
+from kvstow.plan.models.precision import (
     NvFp4,
     PerTokenHead,
     Plain,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from kvstow.plan.models import deepseek, hybrid, seq2seq
 from kvstow.plan.models.attention import decoder, sharing_decoder
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.serving import ServingOptions, Stack
+from kvstow.plan.models.precision import ServingOptions, Stack
 
 # fmt: off
 _ORDINARY = frozenset((

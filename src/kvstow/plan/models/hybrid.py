@@ -16,7 +16,7 @@ from kvstow.plan.models import recurrent
 from kvstow.plan.models.attention import Heads, heads_of, num_layers, self_attention
 from kvstow.plan.models.config import Config
 from kvstow.plan.models.deepseek import latent_layer
-from kvstow.plan.models.serving import ServingOptions, Stack
+from kvstow.plan.models.precision import ServingOptions, Stack
 from kvstow.plan.models.windows import layer_types
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, LayerSpec

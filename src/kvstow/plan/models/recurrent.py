@@ -13,8 +13,8 @@ a piece of B and a piece of C.
 """
 
 from kvstow.plan.models.attention import ONE_HEAD
+from kvstow.plan.models.precision import Recurrence
 from kvstow.plan.models.ranks import AxisPart, split
-from kvstow.plan.models.serving import Recurrence
 from kvstow.plan.retention import State
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 

@@ -2,7 +2,7 @@
 
 from kvstow.plan.models.attention import Heads, checked_layers, self_attention
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.serving import ServingOptions, Stack
+from kvstow.plan.models.precision import ServingOptions, Stack
 from kvstow.plan.retention import Encoder, Full
 from kvstow.plan.spec import LayerSpec
 

@@ -2,8 +2,7 @@
 
 plan        plan_model: model × tp × pp × dtype × packing → layouts of all ranks
 capacity    what requests cost in a layout, and how many fit
-cluster     weights and cache on GPUs: how many requests fit, what a load needs
-engine      what an engine takes of a GPU beside weights and cache
-answers     what fits on GPUs, as one report per question
-report      the figures that commands and pages show
+weights     how many bytes a model's weights take
+cluster     GPUs and engines: how many requests fit, what a load needs, the smallest cluster
+reports     the figures that commands and pages show, a report per question
 """

@@ -1,9 +1,17 @@
-"""How many requests fit on GPUs, and which GPUs a load needs: weights and cache together.
+"""GPUs: what an engine leaves of them to the cache, how many requests fit, what a load needs.
 
-    usable    = what the engine leaves of a GPU to weights and cache
-    weights   = bytes of all weights × layers of the stage / all layers / tp: an estimate
-    cache     = usable - weights, on each rank; the plan of that memory tells what fits
-    requests  = those that fit on the fullest rank, times dp
+    visible      what CUDA sees: less than the card's label says
+    share        visible × utilization; what follows comes out of it
+    weights      bytes of all weights × layers of the stage / all layers / tp: an estimate
+    activations  of one step of so many tokens
+    sampling     the logits of as many requests as may run, and what sampling makes of them
+    outside      what PyTorch does not manage: the CUDA context, NCCL between tensor-parallel ranks
+    graphs       CUDA graphs: in the share since vLLM 0.21
+    cache        the rest, on each rank; the plan of that memory tells what fits
+
+vLLM measures activations, sampling, outside and graphs when it starts. Nobody can compute them
+exactly without running it, so each is a range, from low to high;
+tests/plan/sizing/test_cluster.py holds them against logs.
 
 A request lives on all ranks of a replica at once, so the fullest rank limits. Tensor-parallel
 ranks of one stage hold equally much, so one of them is planned. Data-parallel attention and
@@ -15,14 +23,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
+from itertools import product
+from typing import Literal, get_args
 
 from kvstow.errors import KvstowError, PlanError
 from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.models.config import Config
 from kvstow.plan.retention import State
 from kvstow.plan.sizing.capacity import concurrency, max_requests, request_bytes, slabs_needed
 from kvstow.plan.sizing.plan import Deployment, RankLayers
-from kvstow.plan.view import ceil_div
-from kvstow.plan.words import parse_size
+from kvstow.plan.view import align_up, ceil_div, check_count, parse_size
 
 GPUS: dict[str, int] = {
     name: mebibytes << 20
@@ -62,11 +72,6 @@ modal-client#2797), rtx-4090 (vllm-project/vllm#7553). b200 is within 1 % of wha
 LEAST_BYTES = 1 << 30
 """No GPU has less memory: a size below it lacks its unit."""
 
-TP = (1, 2, 4, 8)
-PP = (1, 2, 4, 8)
-"""What is tried when the smallest cluster is searched."""
-
-
 SPELLINGS = {"a100": "a100-80", "h100-80": "h100", "a100-sxm4-80": "a100-80", "rtx-a6000": "a6000"}
 
 
@@ -101,29 +106,162 @@ class Gpu:
         return Gpu(text.strip(), nbytes)
 
 
-# ── how many requests fit ─────────────────────────────────────────────────────────────
+# ── what an engine takes beside weights and cache ─────────────────────────────────────
+
+EngineName = Literal["vllm", "none"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+
+HIDDEN_BYTES = 1 << 29
+"""What CUDA does not see of a GPU's memory, about: 0.45 to 0.8 GiB in published logs."""
+
+LARGE_BYTES = 70 << 30
+"""From this memory on vLLM computes more tokens per step, for more requests; not on an A100."""
+
+LOGIT_BYTES = (12, 34)
+"""Per logit: in two dtypes, and its probability; sorted with indices as PyTorch's sampler does."""
+
+OUTSIDE_BYTES = (1 << 28, 7 << 28)
+RANK_OUTSIDE_BYTES = (0, 7 << 28)
+"""The same, further, where several tensor-parallel ranks talk."""
+
+GRAPH_BYTES = (0, 1 << 30)
+
+VOCABULARIES = {
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "qwen3_next"), 151_936),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "deepseek_v4"), 129_280),
+    "gemma2": 256_000,
+    "gemma3_text": 262_208,
+    "gpt_oss": 201_088,
+    "llama4_text": 202_048,
+}
+"""By model type, where a configuration does not say: the defaults of transformers' classes."""
+USUAL_VOCABULARY = 160_000
+"""Of all others."""
+
+MXFP4_MULTIPLE = 256
+"""The kernels that read MXFP4 experts pad their inner sizes to multiples of so many elements."""
+
+Range = tuple[int, int]
+"""At least, and at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageNeed:
+class Engine:
+    """The engine's options that decide how much memory is left for the cache.
+
+    `reserve` are the bytes beside weights and cache, where they are known.
+    """
+
+    name: EngineName = "vllm"
+    utilization: float = 0.9
+    max_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    reserve: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in ENGINES:
+            raise PlanError(f"engine {self.name!r} is none of {', '.join(ENGINES)}")
+        if not 0 < self.utilization <= 1:
+            raise PlanError(f"utilization is {self.utilization!r}, not above 0 and at most 1")
+        for what in ("max_batched_tokens", "max_num_seqs"):
+            if getattr(self, what) is not None:
+                check_count(what, getattr(self, what), error=PlanError)
+
+    def share(self, gpu_bytes: int) -> int:
+        """The bytes that weights, cache and everything else may take together."""
+        hidden = HIDDEN_BYTES if self.name == "vllm" else 0
+        return int((gpu_bytes - hidden) * self.utilization)
+
+    def loaded(self, config: Config, weights: int) -> int:
+        """What weights of so many bytes take once they are loaded."""
+        if self.name == "none" or config.model_type != "gpt_oss":
+            return weights
+        inner = config.count("intermediate_size", "hidden_size")
+        return weights * align_up(inner, MXFP4_MULTIPLE) // inner
+
+    def batch(self, gpu: str, gpu_bytes: int) -> tuple[int, int]:
+        """Tokens of one step, and requests that may run, as vLLM's server chooses them."""
+        is_large = gpu_bytes >= LARGE_BYTES and "a100" not in gpu.lower()
+        tokens, seqs = (8192, 1024) if is_large else (2048, 256)
+        tokens = self.max_batched_tokens or tokens
+        return tokens, min(self.max_num_seqs or seqs, tokens)
+
+    def overhead(self, config: Config, *, tp: int, gpu: str, gpu_bytes: int) -> dict[str, Range]:
+        """What is neither weights nor cache, by term; empty where the engine has none."""
+        if self.reserve is not None:
+            return {"reserve": (self.reserve, self.reserve)}
+        if self.name == "none":
+            return {}
+        tokens, seqs = self.batch(gpu, gpu_bytes)
+        step = 2 * tokens * _step_elements(config, tp)
+        logits = seqs * _vocabulary(config)
+        extra = RANK_OUTSIDE_BYTES if tp > 1 else (0, 0)
+        return {
+            "activations": (step, 2 * step),
+            "sampling": (LOGIT_BYTES[0] * logits, LOGIT_BYTES[1] * logits),
+            "outside": (OUTSIDE_BYTES[0] + extra[0], OUTSIDE_BYTES[1] + extra[1]),
+            "graphs": GRAPH_BYTES,
+        }
+
+
+VLLM = Engine()
+
+
+def _vocabulary(config: Config) -> int:
+    usual = VOCABULARIES.get(config.model_type, USUAL_VOCABULARY)
+    return config.count("vocab_size", default=usual)
+
+
+def _step_elements(config: Config, tp: int) -> int:
+    """Elements of a token that are in memory together, in the widest part of a layer.
+
+    The residual and the layer's input and output; gate, up and their product of a feed-forward,
+    or of each expert that the token is sent to, with its input and output.
+    """
+    width = config.count("hidden_size", "n_embd", "d_model", default=4096)
+    experts = config.count("num_experts_per_tok", "num_experts_per_token", default=0, least=0)
+    inner = config.count("intermediate_size", "n_inner", "d_ff", default=4 * width)
+    if experts:
+        each = config.count("moe_intermediate_size", default=inner)
+        return 3 * width + experts * (3 * ceil_div(each, tp) + width)
+    return 3 * width + 3 * ceil_div(inner, tp)
+
+
+# ── how many requests fit ─────────────────────────────────────────────────────────────
+
+TP = (1, 2, 4, 8)
+PP = (1, 2, 4, 8)
+"""What is tried when the smallest cluster is searched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
     """The ranks `[rank, rank + tp)` of one pipeline stage: what each of them holds."""
 
     rank: int
     layers: int
     weights_bytes: int
     cache_bytes: int
-    """For a load, what its rows need. On a GPU, what is left; below 0 where the weights alone
-    do not fit."""
+    """On a GPU what is left, below 0 where the weights alone do not fit; for a load, its need."""
     request_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSize(StageNeed):
-    """The same on GPUs, and how many requests fit."""
-
     requests: int
     concurrency: float
-    """The same with decimals, were memory divisible; 0 where nothing fits."""
+    """Requests with decimals, were memory divisible; 0 where nothing fits."""
+
+    @staticmethod
+    def of(
+        held: RankLayers, weights: int, cache: int, layout: Layout | None, tokens: int
+    ) -> "Stage":
+        """A stage whose cache has a layout, or is too small for one."""
+        return Stage(
+            rank=held.rank,
+            layers=held.model.stage_layers,
+            weights_bytes=weights,
+            cache_bytes=cache,
+            request_bytes=request_bytes(layout or held.layout(), tokens),
+            requests=0 if layout is None else max_requests(layout, tokens),
+            concurrency=0.0 if layout is None else concurrency(layout, tokens),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +271,7 @@ class Sizing:
     deployment: Deployment
     kv_dtype: str
     dp: int
-    stages: tuple[StageSize, ...]
+    stages: tuple[Stage, ...]
     head_copies: int
     """Ranks that hold the same kv head: above 1, more `tp` adds no room for the cache."""
     notes: tuple[str, ...]
@@ -143,9 +281,14 @@ class Sizing:
         return self.deployment.num_ranks * self.dp
 
     @property
-    def limiting(self) -> StageSize:
+    def limiting(self) -> Stage:
         """The stage on which the fewest requests fit; the first of several."""
         return min(self.stages, key=lambda stage: stage.requests)
+
+    @property
+    def fullest(self) -> Stage:
+        """The stage that needs the most memory."""
+        return max(self.stages, key=lambda stage: stage.weights_bytes + stage.cache_bytes)
 
     @property
     def concurrency(self) -> float:
@@ -158,47 +301,49 @@ class Sizing:
         return self.dp * self.limiting.requests
 
 
-def sized(
-    deployment: Deployment,
-    *,
-    usable: int,
-    weights: int,
-    tokens: int,
-    dp: int = 1,
-) -> Sizing:
+def sized(deployment: Deployment, *, usable: int, weights: int, tokens: int, dp: int = 1) -> Sizing:
     """How many requests of `tokens` fit into `usable` bytes per GPU beside all the weights.
 
     A rank whose weights do not fit, or leave no room for two slabs, holds 0 requests.
     Raises ModelError for a model that cannot be split so.
     """
-    deployment = replace(deployment, memory=None, num_slabs=2)
-    held = deployment.stages()
-    stages = tuple(_stage(each, usable, weights, tokens) for each in held)
+
+    def stage(held: RankLayers, share: int) -> Stage:
+        return Stage.of(held, share, usable - share, _in_memory(held, usable - share), tokens)
+
+    return _sizing(deployment, weights, dp, stage)
+
+
+def needed(
+    deployment: Deployment, *, weights: int, tokens: int, requests: int, dp: int = 1
+) -> Sizing:
+    """What every stage needs for so many requests of so many tokens at once, on `dp` replicas."""
+
+    def stage(held: RankLayers, share: int) -> Stage:
+        # Rows per slab do not depend on the number of slabs.
+        count = slabs_needed(held.layout(), ceil_div(requests, dp), tokens) + NULL_SLABS
+        layout = held.changed(num_slabs=count).layout()
+        return Stage.of(held, share, layout.nbytes, layout, tokens)
+
+    return _sizing(deployment, weights, dp, stage)
+
+
+def _sizing(
+    deployment: Deployment, weights: int, dp: int, stage: Callable[[RankLayers, int], Stage]
+) -> Sizing:
+    """What `stage` makes of the layers of each stage and its share of the weights."""
+    held = replace(deployment, memory=None, num_slabs=2).stages()
     return Sizing(
         deployment=deployment,
         kv_dtype=held[0].kv_dtype,
         dp=dp,
-        stages=stages,
+        stages=tuple(stage(each, _share_of_weights(each, weights)) for each in held),
         head_copies=_head_copies(held[0]),
         notes=held[0].model.notes,
     )
 
 
-def _stage(held: RankLayers, usable: int, weights: int, tokens: int) -> StageSize:
-    share = stage_weights(held, weights)
-    layout = _in_memory(held, usable - share)
-    return StageSize(
-        rank=held.rank,
-        layers=held.model.stage_layers,
-        weights_bytes=share,
-        cache_bytes=usable - share,
-        request_bytes=request_bytes(layout or held.layout(), tokens),
-        requests=0 if layout is None else max_requests(layout, tokens),
-        concurrency=0.0 if layout is None else concurrency(layout, tokens),
-    )
-
-
-def stage_weights(held: RankLayers, weights: int) -> int:
+def _share_of_weights(held: RankLayers, weights: int) -> int:
     """The bytes of weights on one rank, if layers and ranks have equal parts of them."""
     model = held.model
     share = Fraction(model.stage_layers, model.total_layers * held.deployment.tp)
@@ -207,10 +352,8 @@ def stage_weights(held: RankLayers, weights: int) -> int:
 
 def _in_memory(held: RankLayers, nbytes: int) -> Layout | None:
     """The layout in so many bytes; None where they are too few."""
-    if nbytes <= 0:
-        return None
     try:
-        return held.changed(memory=nbytes, num_slabs=None).layout()
+        return held.changed(memory=nbytes, num_slabs=None).layout() if nbytes > 0 else None
     except PlanError:
         return None
 
@@ -221,35 +364,6 @@ def _head_copies(held: RankLayers) -> int:
     tp = held.deployment.tp
     attention = (each for each in held.model.layers if not isinstance(each.retention, State))
     return max((each.heads.size * tp // each.heads.total for each in attention), default=1)
-
-
-# ── what a load needs ─────────────────────────────────────────────────────────────────
-
-
-def needed(
-    deployment: Deployment, *, weights: int, tokens: int, requests: int
-) -> tuple[StageNeed, ...]:
-    """What every stage needs for so many requests of so many tokens at once."""
-    deployment = replace(deployment, memory=None, num_slabs=2)
-    found: list[StageNeed] = []
-    for held in deployment.stages():
-        layout = _least(held, tokens, requests)
-        found.append(
-            StageNeed(
-                rank=held.rank,
-                layers=held.model.stage_layers,
-                weights_bytes=stage_weights(held, weights),
-                cache_bytes=layout.nbytes,
-                request_bytes=request_bytes(layout, tokens),
-            )
-        )
-    return tuple(found)
-
-
-def _least(held: RankLayers, tokens: int, requests: int) -> Layout:
-    """The layout with as many slabs as the requests need: rows per slab do not depend on it."""
-    count = slabs_needed(held.layout(), requests, tokens) + NULL_SLABS
-    return held.changed(num_slabs=count).layout()
 
 
 # ── the smallest cluster ──────────────────────────────────────────────────────────────
@@ -272,17 +386,14 @@ def clusters(
     The fewest GPUs come first; of equally many, the fewest stages, then the earliest kv
     dtype, then the fewest replicas. Empty where no split has room for one request.
     """
-    found: list[tuple[tuple[int, ...], Sizing]] = []
-    pps = tuple(pps)
-    for tp in tps:
-        for pp in pps:
-            for place, kv_dtype in enumerate(kv_dtypes):
-                split = replace(deployment, tp=tp, pp=pp, kv_dtype=kv_dtype)
-                try:
-                    one = sized(split, usable=usable(tp), weights=weights, tokens=tokens)
-                except KvstowError:
-                    continue
-                if one.max_requests:
-                    each = replace(one, dp=ceil_div(requests, one.max_requests))
-                    found.append(((each.num_gpus, pp, place, each.dp), each))
-    return tuple(each for _, each in sorted(found, key=lambda pair: pair[0]))
+    ranked: list[tuple[tuple[int, ...], Sizing]] = []
+    for tp, pp, (place, kv_dtype) in product(tps, pps, enumerate(kv_dtypes)):
+        split = replace(deployment, tp=tp, pp=pp, kv_dtype=kv_dtype)
+        try:
+            one = sized(split, usable=usable(tp), weights=weights, tokens=tokens)
+        except KvstowError:
+            continue
+        if one.max_requests:
+            each = replace(one, dp=ceil_div(requests, one.max_requests))
+            ranked.append(((each.num_gpus, pp, place, each.dp), each))
+    return tuple(each for _, each in sorted(ranked, key=lambda pair: pair[0]))

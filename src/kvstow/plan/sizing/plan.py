@@ -14,14 +14,13 @@ from typing import Any
 
 from kvstow.errors import ModelError, PlanError
 from kvstow.plan.group import Group, grouped
-from kvstow.plan.layout import Layout, Order
+from kvstow.plan.layout import Layout, Order, parse_order
 from kvstow.plan.models import Model, load_model, model_layers
 from kvstow.plan.models.config import Config, Source, as_unicode
-from kvstow.plan.models.serving import precision
+from kvstow.plan.models.precision import precision
 from kvstow.plan.pack import PACKINGS, Alignment, Packing, Site, packed_as
 from kvstow.plan.sizing.capacity import max_requests, request_bytes
-from kvstow.plan.view import check_count
-from kvstow.plan.words import parse_order, parse_size
+from kvstow.plan.view import check_count, parse_size
 
 DEFAULT_MEMORY = 16 << 30
 """What is planned for where neither memory nor a number of slabs is given."""

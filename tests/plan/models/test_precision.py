@@ -4,7 +4,7 @@ import pytest
 
 from kvstow.errors import ModelError
 from kvstow.plan.models import model_layers
-from kvstow.plan.models.serving import precision
+from kvstow.plan.models.precision import precision
 from kvstow.plan.retention import State
 from kvstow.plan.spec import DType
 from model_facts import LLAMA

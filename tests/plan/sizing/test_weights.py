@@ -4,7 +4,7 @@ import pytest
 
 from kvstow.errors import ModelError
 from kvstow.plan.models import load_model, model_layers
-from kvstow.plan.models.weights import model_weights, parameters
+from kvstow.plan.sizing.weights import model_weights, parameters
 
 DENSE = {
     "model_type": "llama",

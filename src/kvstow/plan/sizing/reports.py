@@ -1,36 +1,272 @@
-"""What `kvstow size` answers: a report per question, as JSON and as text.
+"""The figures that commands and pages show, and what `kvstow size` answers.
 
-FitReport      how many requests fit on GPUs
-MemoryReport   how much memory a load needs
-ClusterReport  the fewest GPUs for a load
+plan_figures       a plan: `kvstow plan`
+compared_figures   one line of `kvstow compare`
+catalogue_figures  one line of `kvstow models`
+size_report        a report per question of `kvstow size`, as JSON and as text:
+    FitReport      how many requests fit on GPUs
+    MemoryReport   how much memory a load needs
+    ClusterReport  the fewest GPUs for a load
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from textwrap import fill
 from typing import Any
 
-from kvstow.plan.models.catalogue import published, source_of
+from kvstow.errors import PlanError
+from kvstow.plan.group import Group
+from kvstow.plan.layout import Layout, Order, PlacedGroup
+from kvstow.plan.manifest import fingerprint
+from kvstow.plan.models.catalogue import entries, published, source_of
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.serving import element
-from kvstow.plan.models.weights import Weights
+from kvstow.plan.models.precision import element
+from kvstow.plan.pack import Packing
+from kvstow.plan.retention import short_name
+from kvstow.plan.sizing.capacity import (
+    bytes_per_token,
+    fixed_bytes,
+    max_requests,
+    max_tokens,
+    request_bytes,
+)
 from kvstow.plan.sizing.cluster import (
     PP,
     TP,
+    VLLM,
+    Engine,
     Gpu,
+    Range,
     Sizing,
-    StageNeed,
-    StageSize,
     clusters,
     needed,
     sized,
 )
-from kvstow.plan.sizing.engine import VLLM, Engine, Range
-from kvstow.plan.sizing.plan import Deployment
-from kvstow.plan.view import ceil_div
-from kvstow.plan.words import counted, human, table
+from kvstow.plan.sizing.plan import USUAL_TOKENS, Deployment, Plan, RankLayers
+from kvstow.plan.sizing.weights import Weights
+from kvstow.text import human, plural, table
+
+LENGTHS = (1024, 8192, 32768, 131072)
+"""Tokens per request for which sizes and concurrency are given."""
+
+
+def plan_figures(plan: Plan, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
+    """Every stable key of `kvstow plan --json`, for requests of so many tokens."""
+    held, layout, deployment = plan.held, plan.layout, plan.deployment
+    names = [rows.group.name for rows in layout.groups]
+    return {
+        "model": layout.model,
+        "tp": deployment.tp,
+        "pp": deployment.pp,
+        "rank": held.rank,
+        "block_tokens": held.block_tokens,
+        "kv_dtype": held.kv_dtype,
+        "order": layout.order,
+        "groups": [_group(layout, g, rows) for g, rows in enumerate(layout.groups)],
+        "slab_bytes": layout.slab_bytes,
+        "num_slabs": layout.num_slabs,
+        "arena_bytes": layout.nbytes,
+        "padding_bytes_per_slab": dict(zip(names, padding_bytes(layout), strict=True)),
+        "regions": 1,
+        "transfer": {
+            "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
+            "bytes_per_block": {name: layout.row_bytes(g) for g, name in enumerate(names)},
+        },
+        "separate": per_layer_figures(held.groups),
+        "request": _request(layout, lengths),
+        "capacity": _capacity(plan, lengths),
+        "fingerprint": fingerprint(layout),
+        "notes": list(plan.notes),
+    }
+
+
+def compared_figures(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any]:
+    """One line of `kvstow compare --json`: a layout's figures, or the reason why there is none."""
+    choice: dict[str, Any] = {
+        "tp": held.deployment.tp,
+        "block_tokens": held.block_tokens,
+        "kv_dtype": held.kv_dtype,
+        "order": order,
+        "packing": packing,
+    }
+    try:
+        plan = Plan.of(held.changed(order=order, packing=packing))
+    except PlanError as error:
+        return choice | {"error": str(error)}
+    layout = plan.layout
+    names = [rows.group.name for rows in layout.groups]
+    return choice | {
+        "error": None,
+        "slab_bytes": layout.slab_bytes,
+        "num_slabs": layout.num_slabs,
+        "arena_bytes": layout.nbytes,
+        "padding": max(padding_fractions(layout)),
+        "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
+        "bytes_per_token": _plain(bytes_per_token(layout)),
+        "requests": {str(USUAL_TOKENS): plan.max_requests(tokens=USUAL_TOKENS)},
+    }
+
+
+def mark_best(layouts: Sequence[dict[str, Any]]) -> None:
+    """Set `best` on every line of a comparison: those with which most requests fit, of them
+    those with the fewest copies per block, of them those with the least padding."""
+
+    def merit(layout: dict[str, Any]) -> tuple[float, ...]:
+        if layout["error"] is not None:
+            return (-1.0,)
+        copies = max(layout["descriptors_per_block"].values())
+        return (layout["requests"][str(USUAL_TOKENS)], -copies, -layout["padding"])
+
+    most = max(map(merit, layouts))
+    for layout in layouts:
+        layout["best"] = merit(layout) == most and most[0] > 0
+
+
+def alike(layouts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines that differ in nothing but order and packing as one line, with `orders[]` and
+    `packings[]`: every one of these orders under every one of these packings."""
+    lines: dict[str, dict[str, Any]] = {}
+    for layout in layouts:
+        line = lines.setdefault(_without(layout, "order"), {**layout, "orders": []})
+        line["orders"].append(layout["order"])
+    merged: dict[str, dict[str, Any]] = {}
+    for line in lines.values():
+        first = merged.setdefault(_without(line, "order", "packing"), {**line, "packings": []})
+        first["packings"].append(line["packing"])
+    return list(merged.values())
+
+
+def _without(line: dict[str, Any], *names: str) -> str:
+    return repr([value for name, value in line.items() if name not in names])
+
+
+def catalogue_figures(name: str) -> dict[str, Any]:
+    """One line of `kvstow models --json`: a model that is known by name, in its own dtype."""
+    held = Deployment(model=name).on_rank(0)
+    entry, growing = entries()[name], [g for g in held.groups if g.rows_bound(in_flight=1) is None]
+    growth = sum((Fraction(g.page_bytes, g.block_tokens) for g in growing), Fraction(0))
+    return {
+        "name": name,
+        "aliases": entry["aliases"],
+        "family": entry["config"]["model_type"],
+        "layers": held.model.total_layers,
+        "kv_bytes_per_token": _plain(growth),
+        "fixed_bytes": sum((g.rows_bound(in_flight=1) or 0) * g.page_bytes for g in held.groups),
+        "kv_dtype": held.kv_dtype,
+        "context": entry["published"].get("context"),
+        "parameters": entry["published"].get("parameters"),
+        "checked": entry["published"].get("checked", []),
+        "source": entry["source"],
+    }
+
+
+def descriptors(layout: Layout) -> tuple[int, ...]:
+    """Per group, the contiguous pieces that a block consists of."""
+    return tuple(len(footprint.strips) for footprint in layout.footprints)
+
+
+def slab_shares(layout: Layout) -> tuple[int, ...]:
+    """Per group, the bytes that it takes away from others by owning one slab.
+
+    All groups that pass slabs around take the same: the strips of any of them.
+    """
+    shares = [0] * len(layout.groups)
+    for sharing in layout.sharing:
+        strips = {
+            (strip.offset, strip.stride * layout.groups[g].rows_per_slab)
+            for g in sharing
+            for strip in layout.footprints[g].strips
+        }
+        for g in sharing:
+            shares[g] = sum(nbytes for _, nbytes in strips)
+    return tuple(shares)
+
+
+def padding_bytes(layout: Layout) -> tuple[int, ...]:
+    """Per group, the bytes of a slab that are no page of it while it owns the slab."""
+    return tuple(
+        share - rows.rows_per_slab * rows.group.page_bytes
+        for share, rows in zip(slab_shares(layout), layout.groups, strict=True)
+    )
+
+
+def padding_fractions(layout: Layout) -> tuple[float, ...]:
+    """The same, as parts of the slab."""
+    return tuple(
+        padding / share
+        for padding, share in zip(padding_bytes(layout), slab_shares(layout), strict=True)
+    )
+
+
+def per_layer_figures(groups: tuple[Group, ...]) -> dict[str, int]:
+    """What one tensor per layer, keys and values apart, costs instead.
+
+    `descriptors_per_block` is that of the group with the most tensors.
+    """
+    return {
+        "regions": sum(group.num_tensors for group in groups),
+        "descriptors_per_block": max(group.num_tensors for group in groups),
+        "bytes_per_descriptor_max": max(tensor_bytes(group) for group in groups),
+    }
+
+
+def tensor_bytes(group: Group) -> int:
+    """The most bytes that one block has in one tensor of a per-layer engine."""
+    return max(layer.page_bytes // layer.num_tensors for layer in group.layers)
+
+
+def _group(layout: Layout, g: int, rows: PlacedGroup) -> dict[str, Any]:
+    return {
+        "name": rows.group.name,
+        "retention": short_name(rows.group.retention),
+        "layers": [layer.name for layer in rows.group.layers],
+        "block_tokens": rows.group.block_tokens,
+        "row_bytes": layout.row_bytes(g),
+        "row_stride": layout.row_stride(g),
+        "rows_per_slab": rows.rows_per_slab,
+        "placements": [
+            {
+                "layer": layer.name,
+                "offset": page[0].offset,
+                "nbytes": layer.page_bytes,
+                "block_stride": page[0].block_stride,
+                "sections": [asdict(place) for place in page],
+            }
+            for layer, page in zip(rows.group.layers, rows.placements, strict=True)
+        ],
+    }
+
+
+def _request(layout: Layout, lengths: Sequence[int]) -> dict[str, Any]:
+    return {
+        "fixed_bytes": fixed_bytes(layout),
+        "bytes_per_token": _plain(bytes_per_token(layout)),
+        "at_tokens": {str(n): request_bytes(layout, n) for n in lengths},
+    }
+
+
+def _capacity(plan: Plan, lengths: Sequence[int]) -> dict[str, Any]:
+    """What fits on all ranks at once, and on this one by itself."""
+    longest = [max_tokens(each) for each in plan.stages]
+    return {
+        "tokens": min((n for n in longest if n is not None), default=None),
+        "requests": {str(n): plan.max_requests(tokens=n) for n in lengths},
+        "limiting_rank": plan.limiting_rank,
+        "this_rank": {
+            "tokens": max_tokens(plan.layout),
+            "requests": {str(n): max_requests(plan.layout, n) for n in lengths},
+        },
+    }
+
+
+def _plain(number: Fraction) -> int | float:
+    return int(number) if number.denominator == 1 else float(number)
+
+
+# ── kvstow size ───────────────────────────────────────────────────────────────────────
 
 SHOWN = 8
 """Clusters that are listed as text; JSON has all."""
@@ -78,7 +314,7 @@ class SizeQuestion:
 
     def clusters(self) -> tuple[Sizing, ...]:
         """The splits that carry the load for certain, fewest GPUs first."""
-        found = clusters(
+        splits = clusters(
             self.deployment,
             usable=lambda tp: self.usable(tp)[0],
             weights=self.loaded_bytes,
@@ -88,7 +324,7 @@ class SizeQuestion:
             tps=self.tps,
             pps=self.pps,
         )
-        return tuple(each for each in found if self.dp is None or each.dp <= self.dp)
+        return tuple(each for each in splits if self.dp is None or each.dp <= self.dp)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -125,7 +361,7 @@ class SizeQuestion:
         }
 
     def load(self, requests: int) -> str:
-        return f"{counted(requests, 'request')} of {self.tokens:,} tokens"
+        return f"{plural(requests, 'request')} of {self.tokens:,} tokens"
 
     def gpus(self, sizing: Sizing) -> str:
         """`8 × h100 (tp 4, dp 2, bfloat16 cache)`."""
@@ -170,9 +406,6 @@ class SizeQuestion:
         model = self.deployment.model
         named = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", source_of(self.config.name))
         return named[1] if named else str(model if isinstance(model, str) else self.config.name)
-
-
-# ── how many fit ──────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +482,7 @@ class FitReport:
             "cache_bytes": [low.limiting.cache_bytes, high.limiting.cache_bytes],
             "overhead": {name: list(each) for name, each in self.question.overhead(tp).items()},
             "head_copies": low.head_copies,
-            "ranks": _ranks(low.stages, tp),
+            "ranks": _ranks(low),
             "command": self.question.command(low),
         }
 
@@ -263,7 +496,7 @@ class FitReport:
                 f"concurrency for {question.tokens:,} tokens per request: "
                 f"{_span(f'{few:.2f}x', f'{many:.2f}x')}"
             )
-        parts += [_stage_table(low.stages, low.deployment.tp), self._terms(), *_repeated(low)]
+        parts += [_stages(low), self._terms(), *_repeated(low)]
         return "\n\n".join((*parts, question.basis(), question.command(low)))
 
     def _terms(self) -> str:
@@ -296,39 +529,33 @@ def _span(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-# ── what a load needs ─────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """How much memory a load needs on every rank."""
 
     question: SizeQuestion
-    stages: tuple[StageNeed, ...]
+    need: Sizing
     fits: bool = True
 
     @staticmethod
     def of(question: SizeQuestion) -> "MemoryReport":
-        stages = needed(
+        need = needed(
             question.deployment,
             weights=question.loaded_bytes,
             tokens=question.tokens,
-            requests=ceil_div(question.requests or 1, question.dp or 1),
+            requests=question.requests or 1,
+            dp=question.dp or 1,
         )
-        return MemoryReport(question=question, stages=stages)
-
-    @property
-    def fullest(self) -> StageNeed:
-        return max(self.stages, key=lambda stage: stage.weights_bytes + stage.cache_bytes)
+        return MemoryReport(question=question, need=need)
 
     @property
     def nbytes(self) -> int:
-        return self.fullest.weights_bytes + self.fullest.cache_bytes
+        return self.need.fullest.weights_bytes + self.need.fullest.cache_bytes
 
     @property
     def answer(self) -> str:
-        question, most = self.question, self.fullest
-        requests, gpus = question.requests or 1, question.deployment.num_ranks * (question.dp or 1)
+        question, most, gpus = self.question, self.need.fullest, self.need.num_gpus
+        requests = question.requests or 1
         return (
             f"{question.load(requests)} at once {'needs' if requests == 1 else 'need'} "
             f"{human(self.nbytes)} {f'on each of {gpus} GPUs' if gpus > 1 else 'on one GPU'}: "
@@ -346,18 +573,14 @@ class MemoryReport:
             "requests": question.requests or 1,
             "tp": split.tp,
             "pp": split.pp,
-            "dp": question.dp or 1,
+            "dp": self.need.dp,
             "bytes_per_gpu": self.nbytes,
-            "limiting_rank": self.fullest.rank,
-            "ranks": _ranks(self.stages, split.tp),
+            "limiting_rank": self.need.fullest.rank,
+            "ranks": _ranks(self.need),
         }
 
     def __str__(self) -> str:
-        stages = _stage_table(self.stages, self.question.deployment.tp)
-        return "\n\n".join((_wrapped(self.answer), stages, self.question.basis()))
-
-
-# ── the smallest cluster ──────────────────────────────────────────────────────────────
+        return "\n\n".join((_wrapped(self.answer), _stages(self.need), self.question.basis()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,7 +625,7 @@ class ClusterReport:
         return document | {
             **_split(best),
             "head_copies": best.head_copies,
-            "ranks": _ranks(best.stages, best.deployment.tp),
+            "ranks": _ranks(best),
             "command": self.question.command(best),
         }
 
@@ -450,9 +673,6 @@ def _vllm_dtype(kv_dtype: str) -> str:
     return kv_dtype if dtype is None or dtype.bits == 8 else dtype.value
 
 
-# ── parts of reports ──────────────────────────────────────────────────────────────────
-
-
 def _split(sizing: Sizing) -> dict[str, Any]:
     return {
         "gpus": sizing.num_gpus,
@@ -465,23 +685,29 @@ def _split(sizing: Sizing) -> dict[str, Any]:
     }
 
 
-def _ranks(stages: Sequence[StageNeed], tp: int) -> list[dict[str, Any]]:
+def _ranks(sizing: Sizing) -> list[dict[str, Any]]:
     """Every rank's part; tensor-parallel ranks of a stage hold equally much."""
-    return [asdict(stage) | {"rank": stage.rank + i} for stage in stages for i in range(tp)]
+    ranks = range(sizing.deployment.tp)
+    return [asdict(each) | {"rank": each.rank + i} for each in sizing.stages for i in ranks]
 
 
-def _stage_table(stages: Sequence[StageNeed], tp: int) -> str:
+def _stages(sizing: Sizing) -> str:
     """One line per stage, and a mark on those that limit how many requests fit."""
-    counts = [stage.requests for stage in stages if isinstance(stage, StageSize)]
-    rows: list[list[str]] = []
-    for stage in stages:
-        ranks = str(stage.rank) if tp == 1 else f"{stage.rank}–{stage.rank + tp - 1}"
-        sizes = (stage.weights_bytes, stage.cache_bytes, stage.request_bytes)
-        rows.append([ranks, f"{stage.layers:,}", *(human(n) if n > 0 else "–" for n in sizes)])
-    for row, count in zip(rows, counts, strict=False):
-        row.append(f"{count:,}" + (" ←" if len(rows) > 1 and count == min(counts) else ""))
-    columns = ["ranks", "layers", "weights", "cache", "one request"]
-    return table([*columns, "requests"] if counts else columns, rows)
+    tp, stages = sizing.deployment.tp, sizing.stages
+    least = sizing.limiting.requests if len(stages) > 1 else -1
+    rows = [
+        (
+            str(stage.rank) if tp == 1 else f"{stage.rank}–{stage.rank + tp - 1}",
+            f"{stage.layers:,}",
+            *(
+                human(n) if n > 0 else "–"
+                for n in (stage.weights_bytes, stage.cache_bytes, stage.request_bytes)
+            ),
+            f"{stage.requests:,}" + (" ←" if stage.requests == least else ""),
+        )
+        for stage in stages
+    ]
+    return table(("ranks", "layers", "weights", "cache", "one request", "requests"), rows)
 
 
 def _repeated(sizing: Sizing) -> list[str]:

@@ -23,10 +23,10 @@ from fractions import Fraction
 from pathlib import Path
 
 from kvstow.errors import ModelError
+from kvstow.plan.checkpoint import weight_files
 from kvstow.plan.models.catalogue import published
 from kvstow.plan.models.config import Config, Source, load_model
-from kvstow.plan.models.serving import element, own_dtype
-from kvstow.plan.weight_files import weight_files
+from kvstow.plan.models.precision import element, own_dtype
 
 _NOT_GATED = frozenset(
     ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi")

@@ -9,7 +9,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.pack import packed, separate, union
 from kvstow.plan.retention import Window
 from kvstow.plan.sizing.plan import Deployment, Plan
-from kvstow.plan.sizing.report import (
+from kvstow.plan.sizing.reports import (
     compared_figures,
     padding_bytes,
     padding_fractions,
