@@ -1,17 +1,29 @@
-"""A tiny Llama, and memory for it."""
+"""A tiny model and the memory of its caches.
+
+Imported when they are needed: conftest files come before Triton is told to interpret.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstow.adapters.transformers import ModelMemory
-from kvstow.testing.tiny_models import tiny_model
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvstow.adapters.transformers import ModelMemory
 
 
 @pytest.fixture
-def model():
+def model() -> "PreTrainedModel":
+    from kvstow.testing.tiny_models import tiny_model
+
     return tiny_model("llama")
 
 
 @pytest.fixture
-def memory(model):
+def memory(model: "PreTrainedModel") -> "Iterator[ModelMemory]":
+    from kvstow.adapters.transformers import ModelMemory
+
     with ModelMemory.of(model, budget="1MiB", block_tokens=4) as memory:
         yield memory

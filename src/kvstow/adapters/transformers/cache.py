@@ -48,8 +48,11 @@ class Cache(TransformersCache):
     images or other content, `extra` must tell for which, sequence by sequence, as in `Prompt.of`.
     Or give the `requests` of the ledger that hold `num_tokens` tokens already, such as pulled ones.
 
+    Tokens that the model is given behind those, an answer's, are known by then: the next turn of a
+    conversation finds them too.
+
     With a `store`, known tokens that it has rows for are not computed either. What was computed
-    of them is stored at the end of the prompt, what `remember` tells when the cache is closed. Of a
+    of them is stored at the end of the prompt, and of the answer when the cache is closed. Of a
     recurrent model only states at the end of a whole block are found again: see `prefill`. A store
     keeps rows of one computation only.
 
@@ -183,32 +186,20 @@ class Cache(TransformersCache):
 
         Refused where the model is not what it was when the memory was made.
         """
-        self._check_model()
-        self.batch.settle()
-        return self.memory.ledger.blocks(self.batch.requests[sequence])
-
-    def remember(self, tokens: torch.Tensor) -> None:
-        """Let later requests reuse these sequences' whole blocks: `generate`'s output.
-
-        Refuses tokens that do not begin with the known ones, fewer than the rows hold, and beams;
-        and where the model is not what it was, or was not while it computed them.
-        """
-        self._check_model()
-        self.batch.remember(tokens)
-
-    def _check_model(self) -> None:
         passes = self.memory.passes
         if passes is not None and (change := passes.change()):
             raise ModelError(
                 f"{change}: its rows would be taken for what it computes now\n\n"
                 "hint: make another ModelMemory after such a change"
             )
+        self.batch.settle()
+        return self.memory.ledger.blocks(self.batch.requests[sequence])
 
     # ── beams ─────────────────────────────────────────────────────────────────────
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence `i` goes on from what was sequence `beam_idx[i]`; rows are shared."""
-        self.batch.reorder_beams(beam_idx.tolist())
+        self.batch.rearrange(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these sequences only."""

@@ -88,17 +88,6 @@ def test_positions_behind_padding_are_those_of_generate(model, memory):
             model(IDS[:, 16:], past_key_values=cache, **given)
 
 
-def test_what_comes_behind_the_known_tokens_is_free(model, memory):
-    with Cache(memory, tokens=IDS[:, :8]) as cache:
-        model(IDS[:, :12], past_key_values=cache)
-        model(inputs_embeds=torch.ones(1, 2, 32), past_key_values=cache)
-        with pytest.raises(
-            BlockError,
-            match=r"(?s)tokens from 8 on are not those.*: the model is given embeddings.*hint",
-        ):
-            cache.remember(IDS)
-
-
 def test_the_rest_of_a_prompt_and_more_may_come_in_one_pass_behind_what_was_found(model, memory):
     """As where a prefill was lost, and decode computes what did not arrive."""
     more = torch.cat([IDS, torch.arange(50, 55).unsqueeze(0)], 1)

@@ -2,9 +2,9 @@
 # pyright: reportUnknownVariableType=false
 """What is known of the tokens of one batch, and what may be kept under their names.
 
-Rows are found again by the tokens that a cache was told first, and by those that `remember` told
-of an answer. What is told has to be what the model was given: other tokens are refused, and
-nothing is kept of passes that are not as in a prompt.
+Rows are found again by the tokens that a cache was told, and by those that the model was given
+behind them. The model has to be given what was told: other tokens are refused, and nothing is kept
+of passes that are not as in a prompt.
 """
 
 import logging
@@ -20,8 +20,6 @@ from kvstow.errors import BlockError
 log = logging.getLogger(__name__)
 
 Tensor = torch.Tensor
-
-ANSWER_HINT = "hint: give the prompt and the answer, as generate returns them"
 
 
 class KnownTokens:
@@ -39,44 +37,50 @@ class KnownTokens:
         self.prompts: list[Prompt] = []
         self.num_tokens = 0
         """Tokens of each sequence that somebody has told."""
-        self._passes: list[tuple[int, Tensor | None]] = []
+        self._answer: Tensor | None = None
+        """Tokens that the model was given behind these; None where somebody did not say."""
         self._fault = ""
         self._saved_tokens = 0
-        self._has_beams = self._is_unnamed = False
 
     # ── prompts ───────────────────────────────────────────────────────────────────
 
     def begin(self, prompts: list[Prompt]) -> None:
         """The sequences begin with these prompts, all of one length."""
         self.prompts, self.num_tokens = prompts, len(prompts[0])
+        self._answer = torch.empty((len(prompts), 0), dtype=torch.long)
 
     def leave_unnamed(self, reason: str) -> None:
-        """The sequences are computed, and nothing of them is reused; `remember` does nothing."""
+        """The sequences are computed, and nothing of them is reused."""
         if reason:
             log.warning("a batch is computed and not reused: %s", reason)
         self.prompts, self.num_tokens = [], 0
-        self._is_unnamed = True
 
     def rearrange(self, origins: Sequence[int]) -> None:
         """Sequence `i` becomes what sequence `origins[i]` was."""
         rows = list(origins)
         self.prompts = [self.prompts[origin] for origin in rows] if self.prompts else []
-        self._passes = [(at, None if ids is None else ids[rows]) for at, ids in self._passes]
-
-    def note_beams(self) -> None:
-        """Nobody will say which tokens a sequence has had."""
-        self._has_beams = True
-        self._passes = []  # not rearranged again and again: beams are never remembered
+        self._answer = self._answer[rows] if self._answer is not None else None
 
     # ── passes ────────────────────────────────────────────────────────────────────
 
     def begin_pass(self, start: int, ids: Tensor | None, fault: str) -> None:
         """The model is given these tokens from `start` on; `fault` says why its rows would not be
         a prompt's. Refuses tokens that are not the known ones."""
-        self._passes.append((start, None if fault else ids))
         self._fault = fault or self._fault
         if start < self.num_tokens and ids is not None:
             self._compare(ids, start)
+        self._note_answer(max(0, start - self.num_tokens), start, None if fault else ids)
+
+    def _note_answer(self, first: int, start: int, ids: Tensor | None) -> None:
+        """Behind the known tokens come those that the model is given, unless some are not known.
+
+        What was given for one place several times, as after `crop`, counts as given last.
+        """
+        if self._answer is None or ids is None or first > self._answer.shape[1]:
+            self._answer = None
+            return
+        new = ids[:, max(0, self.num_tokens - start) :]
+        self._answer = torch.cat([self._answer[:, :first].to(new.device), new], 1)
 
     def _compare(self, ids: Tensor, start: int) -> None:
         if len(ids) != len(self.prompts):
@@ -86,11 +90,11 @@ class KnownTokens:
             )
         for sequence, (row, prompt) in enumerate(zip(ids.tolist(), self.prompts, strict=True)):
             expected = prompt.tokens[start : start + len(row)].tolist()
-            for at, (token, known) in enumerate(zip(row, expected, strict=False), start):
-                if token != known:
+            for at, (token, told) in enumerate(zip(row, expected, strict=False), start):
+                if token != told:
                     raise BlockError(
                         f"sequence {sequence}: the model is given {token} as token {at}, the cache "
-                        f"was told {known}\n\nhint: give the model the tokens that follow the "
+                        f"was told {told}\n\nhint: give the model the tokens that follow the "
                         f"{start} that the cache holds; assisted generation gives whole prompts, "
                         "so leave tokens out of Cache(...) there"
                     )
@@ -103,68 +107,20 @@ class KnownTokens:
             return "another model computes them, or the model was called past its hooks"
         return self._fault
 
-    # ── answers ───────────────────────────────────────────────────────────────────
-
-    def remember(self, tokens: Tensor, requests: Sequence[int], num_tokens: int) -> None:
-        """Say which tokens the sequences are that hold `num_tokens` of them."""
-        if self._is_unnamed:
+    def name_answer(self, requests: Sequence[int], num_tokens: int) -> None:
+        """What the model was given behind the prompts, up to `num_tokens`, is known from now on;
+        nothing of a model that has changed meanwhile."""
+        length, passes = num_tokens - self.num_tokens, self.memory.passes
+        if self._answer is None or length <= 0 or not self.prompts:
             return
-        if not self.num_tokens:
-            raise BlockError(
-                "sequences that began without their tokens cannot be remembered\n\n"
-                "hint: give the cache its tokens: Cache(memory, tokens=input_ids)"
-            )
-        if self._has_beams:
-            raise BlockError(
-                "beams cannot be remembered: the answers of a beam search are not in the order of "
-                "the cache's sequences, and may not be among them\n\n"
-                "hint: the prompt is kept without it"
-            )
-        self._check_answer(tokens, num_tokens)
-        answer = tokens[:, self.num_tokens : num_tokens].cpu().numpy()
+        if passes is None or passes.change():
+            return
+        answer = self._answer[:, :length].cpu().numpy()
         for request, row in zip(requests, answer, strict=True):
             self.memory.ledger.append(request, row)
         self.prompts = [p.extended(row) for p, row in zip(self.prompts, answer, strict=True)]
-        self.num_tokens = max(self.num_tokens, num_tokens)
-
-    def _check_answer(self, tokens: Tensor, num_tokens: int) -> None:
-        """Refuses tokens that are not those of the sequences, which hold `num_tokens` each."""
-        if tokens.ndim != 2 or len(tokens) != len(self.prompts):
-            raise BlockError(f"{len(self.prompts)} sequences, tokens are {tuple(tokens.shape)}")
-        if tokens.shape[1] < num_tokens:
-            raise BlockError(
-                f"{tokens.shape[1]} tokens for sequences that hold {num_tokens}\n\n{ANSWER_HINT}"
-            )
-        begun = tokens[:, : self.num_tokens].cpu().numpy()
-        if any(
-            (row != p.tokens[: len(row)]).any() for row, p in zip(begun, self.prompts, strict=True)
-        ):
-            raise BlockError(
-                f"the tokens do not begin like those that the cache was made for\n\n{ANSWER_HINT}"
-            )
-        if self._passes and not torch.equal(
-            self._computed(len(tokens), num_tokens),
-            tokens[:, self.num_tokens : num_tokens].cpu().long(),
-        ):
-            fault = f": {self._fault}" if self._fault else ""
-            raise BlockError(
-                f"tokens from {self.num_tokens} on are not those that the model was given{fault}"
-                f"\n\n{ANSWER_HINT}"
-            )
-
-    def _computed(self, num_sequences: int, num_tokens: int) -> Tensor:
-        """The tokens that the model was given behind the known ones; −1 where not as in a prompt.
-
-        Of what was given for one place several times, as after `crop`, the last counts.
-        """
-        known = self.num_tokens
-        computed = torch.full((num_sequences, max(0, num_tokens - known)), -1)
-        for start, ids in self._passes:
-            first, skipped = max(0, start - known), max(0, known - start)
-            part = torch.full_like(computed, -1) if ids is None else ids[:, skipped:].cpu()
-            room = computed[:, first:][:, : part.shape[1]]
-            room.copy_(part[:, : room.shape[1]])
-        return computed
+        self.num_tokens += answer.shape[1]
+        self._answer = None
 
     # ── a store ───────────────────────────────────────────────────────────────────
 

@@ -107,7 +107,9 @@ class Sequences:
     def release(self) -> None:
         """Give all rows back. What every layer has stored may be found as a prefix later."""
         if self.requests:
+            self.count()
             try:
+                self.known.name_answer(self.requests, self.computed_tokens)
                 self._save()
             finally:
                 self._requests.release(self.computed_tokens)
@@ -119,27 +121,12 @@ class Sequences:
         self.running.forget()
         self._pass.forget()
 
-    def reorder_beams(self, origins: Sequence[int]) -> None:
-        """Rearrange, and note that nobody will say which tokens a sequence has had."""
-        self.known.note_beams()
-        self.rearrange(origins)
-
     def rearrange(self, origins: Sequence[int]) -> None:
         """Sequence `i` becomes what sequence `origins[i]` was; rows stay shared."""
         self.settle()
         self._requests.rearrange(origins)
         self.known.rearrange(origins)
         self._fixed_tokens = self._requests.grown_tokens
-
-    def remember(self, tokens: Tensor) -> None:
-        """Say which tokens the sequences are, so that later ones may begin like them.
-
-        Whole blocks of them stay cached when the sequences are released; nothing of sequences
-        that could not be named when they began.
-        """
-        self.count()
-        self.known.remember(tokens, self.requests, self.num_tokens)
-        self._fixed_tokens = max(self._fixed_tokens, self.known.num_tokens)
 
     def crop(self, num_tokens: int) -> None:
         """Take tokens back, down to `num_tokens`: those that follow are written over them.
