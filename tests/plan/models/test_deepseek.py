@@ -7,13 +7,15 @@ import pytest
 from kvstow.errors import ModelError
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Order
-from kvstow.plan.models import deepseek, model_layers
+from kvstow.plan.models import model_layers
 from kvstow.plan.models.deepseek import indexer, latent
 from kvstow.plan.models.precision import Precision, precision
 from kvstow.plan.pack import PACKINGS, Packing, Site, packed_as
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import LayerSpec
 from model_facts import config
+
+V4 = {layer.name: layer for layer in model_layers("deepseek-v4-flash").layers}
 
 
 def mla(dtype: str, latent_dim: int = 512) -> LayerSpec:
@@ -58,70 +60,21 @@ def test_latents_that_are_not_whole_scale_groups_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "block_tokens", "retention", "states", "cell", "page"),
+    ("name", "block_tokens", "retention", "states", "cell", "page"),
     [
-        (
-            deepseek.compressed_latent("x", block_tokens=256, ratio=4, head_dim=512, rope_dim=64),
-            256,
-            Full(),
-            64,
-            584,
-            37_440,
-        ),
-        (
-            deepseek.compressed_indexer("x", block_tokens=256, ratio=4, key_dim=128),
-            256,
-            Full(),
-            64,
-            132,
-            8_640,
-        ),
-        (
-            deepseek.compressed_latent("x", block_tokens=256, ratio=128, head_dim=512, rope_dim=64),
-            256,
-            Full(),
-            2,
-            584,
-            1_728,
-        ),
-        (
-            deepseek.sliding_latent("x", window=128, head_dim=512, rope_dim=64),
-            64,
-            Window(128),
-            64,
-            584,
-            37_440,
-        ),
-        (
-            deepseek.compressor_state("x", ratio=4, dim=512),
-            4,
-            Window(8),
-            4,
-            8_192,
-            32_832,
-        ),
-        (
-            deepseek.compressor_state("x", ratio=4, dim=128),
-            4,
-            Window(8),
-            4,
-            2_048,
-            8_640,
-        ),
-        (
-            deepseek.compressor_state("x", ratio=128, dim=512),
-            8,
-            Window(128),
-            8,
-            4_096,
-            32_832,
-        ),
+        ("20.attn.c4", 256, Full(), 64, 584, 37_440),
+        ("20.attn.indexer", 256, Full(), 64, 132, 8_640),
+        ("21.attn.c128", 256, Full(), 2, 584, 1_728),
+        ("20.attn.sliding", 64, Window(128), 64, 584, 37_440),
+        ("20.attn.c4_state", 4, Window(8), 4, 8_192, 32_832),
+        ("20.attn.indexer_state", 4, Window(8), 4, 2_048, 8_640),
+        ("21.attn.c128_state", 8, Window(128), 8, 4_096, 32_832),
     ],
-    ids=["c4", "indexer", "c128", "sliding", "c4_state", "indexer_state", "c128_state"],
 )
 def test_compressed_caches_have_the_published_sizes(
-    spec: LayerSpec, block_tokens: int, retention: Retention, states: int, cell: int, page: int
+    name: str, block_tokens: int, retention: Retention, states: int, cell: int, page: int
 ) -> None:
+    spec = V4[f"model.layers.{name}"]
     assert (spec.block_tokens, spec.retention) == (block_tokens, retention)
     assert (spec.states, spec.cell_bytes, spec.page_bytes) == (states, cell, page)
     assert page == -(-states * cell // 576) * 576
@@ -218,7 +171,7 @@ def test_v4_has_one_precision() -> None:
 
 
 def test_a_v4_page_is_all_latents_and_then_all_scales() -> None:
-    spec = deepseek.compressed_latent("x", block_tokens=256, ratio=4, head_dim=512, rope_dim=64)
+    spec = V4["model.layers.20.attn.c4"]
     assert [part.cell_bytes for part in spec.sections] == [576, 8]
     assert spec.section_offsets == (0, 64 * 576)
     assert spec.field_offsets == {"latent": 0, "rope": 448, "scale": 0}
@@ -226,7 +179,7 @@ def test_a_v4_page_is_all_latents_and_then_all_scales() -> None:
 
 def test_an_index_page_is_all_keys_and_then_all_scales() -> None:
     for spec in (
-        deepseek.compressed_indexer("x", block_tokens=256, ratio=4, key_dim=128),
+        V4["model.layers.20.attn.indexer"],
         indexer("i", block_tokens=64, key_dim=128),
     ):
         assert [part.cell_bytes for part in spec.sections] == [128, 4]

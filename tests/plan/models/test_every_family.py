@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvstow.errors import ModelError
-from kvstow.plan.models import Model, load_model
-from kvstow.plan.models.families import stack
+from kvstow.plan.models import Model, load_model, stack
 from kvstow.plan.models.precision import ServingOptions
 from kvstow.plan.models.ranks import TensorRank
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window

@@ -1,6 +1,7 @@
-"""Models with recurrent layers: which layers are which."""
+"""Models with recurrent layers: which layers are which, and the sizes of their states."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -149,3 +150,17 @@ def test_lfm2_has_convolutions_and_attention() -> None:
     assert [i for i, x in enumerate(specs) if x.retention == Full()] == [2, 5, 8, 10, 12, 14]
     assert specs[0].name == "model.layers.0.conv"
     assert specs[0].page_bytes == 1024 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "page"),
+    [
+        ("jamba-mini", 8192 * 16 * 2 + 8192 * 3 * 2),  # mamba1: a state, three inputs per channel
+        ("falcon-h1-0.5b", 24 * 64 * 128 * 2 + (24 * 64 + 2 * 128) * 3 * 2),  # mamba2: x, B, C
+        ("qwen3-next-80b", 1_097_728),  # as published
+    ],
+)
+def test_states_have_the_sizes_of_their_kind(model: str, page: int) -> None:
+    (spec,) = {replace(x, name="") for x in model_layers(model).layers if x.retention == State()}
+    assert spec.page_bytes == page
+    assert (spec.states, spec.heads.size, spec.block_tokens) == (1, 1, 512)

@@ -1,12 +1,14 @@
 """From a configuration to the layers of one rank."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.errors import KvstowError
+from kvstow.errors import KvstowError, ModelError
 from kvstow.plan.models import catalogue, model_layers
 from kvstow.plan.models.catalogue import entries
 from kvstow.plan.retention import Full, Window
+from model_facts import LLAMA
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.text(max_size=5),
@@ -38,3 +40,33 @@ def test_full_and_window_layers_of_a_model_keep_the_same_pages() -> None:
     model = model_layers("gpt-oss-20b")
     pages = {(layer.retention, layer.page_bytes) for layer in model.layers}
     assert pages == {(Full(), 32_768), (Window(128), 32_768)}
+
+
+def test_an_unknown_model_type_is_read_as_an_ordinary_decoder_with_a_note() -> None:
+    model = model_layers({**LLAMA, "model_type": "foo"})
+    assert model.layers == model_layers(LLAMA).layers
+    assert model.notes == ("unknown model_type 'foo': read as an ordinary decoder",)
+
+
+def test_a_missing_model_type_is_noted() -> None:
+    model = model_layers({k: v for k, v in LLAMA.items() if k != "model_type"})
+    assert model.notes == ("no model_type: read as an ordinary decoder",)
+
+
+def test_an_unknown_model_with_latents_is_read_as_such_with_a_note() -> None:
+    model = model_layers({**LLAMA, "model_type": "foo", "kv_lora_rank": 32, "qk_rope_head_dim": 8})
+    assert model.layers[0].cell_bytes == (32 + 8) * 2
+    assert "latent attention" in model.notes[0]
+
+
+@pytest.mark.parametrize(
+    "key", ["mamba_d_state", "linear_num_value_heads", "num_kv_shared_layers", "attn_config"]
+)
+def test_an_unknown_model_that_is_visibly_not_ordinary_is_refused(key: str) -> None:
+    with pytest.raises(ModelError, match=f"'foo', and {key} says"):
+        model_layers({**LLAMA, "model_type": "foo", key: 16})
+
+
+def test_an_unknown_model_with_layer_types_of_its_own_is_refused() -> None:
+    with pytest.raises(ModelError, match="'rwkv'"):
+        model_layers({**LLAMA, "model_type": "foo", "layer_types": ["rwkv"] * 4})

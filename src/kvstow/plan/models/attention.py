@@ -2,10 +2,10 @@
 
 A cell of one kv head and one token is `k v`, with `k_scale v_scale` behind them where
 elements are narrow; nvfp4 pages are four sections, `k`, `k_scale`, `v`, `v_scale`. Which
-layers see what is in `windows`.
+layers see what is in `windows`. Decoders that read an encoder have a second cache per layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstow.errors import ModelError
 from kvstow.plan.models.config import Config
@@ -20,7 +20,7 @@ from kvstow.plan.models.precision import (
 )
 from kvstow.plan.models.ranks import AxisPart, split
 from kvstow.plan.models.windows import retentions
-from kvstow.plan.retention import Full, Retention
+from kvstow.plan.retention import Encoder, Full, Retention
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 ONE_HEAD = Extent.whole("head", 1)
@@ -241,3 +241,67 @@ def _heads_of_layer(config: Config, layer: int, *, sees_all: bool) -> Heads:
             own["num_key_value_heads"] = config.facts.get("num_global_key_value_heads")
     facts = {**config.facts, **{key: value for key, value in own.items() if value is not None}}
     return heads_of(Config(name=config.name, facts=facts))
+
+
+# ── decoders that read an encoder ─────────────────────────────────────────────────────────
+
+_T5_TOKENS = 512
+
+
+def encoder_decoder(config: Config, serving: ServingOptions) -> Stack:
+    """Whisper, and text models of the same shape: an encoder of a fixed length."""
+    heads, hidden = config.count("decoder_attention_heads"), config.count("d_model")
+    if hidden % heads:
+        raise config.error(f"d_model {hidden} is not divisible by {heads} decoder_attention_heads")
+    dim = hidden // heads
+    return _reading_decoder(
+        config,
+        serving,
+        num_layers=checked_layers(config, "decoder_layers"),
+        heads=Heads(query=heads, kv=heads, key_dim=dim, value_dim=dim),
+        tokens=config.count("max_source_positions", "max_position_embeddings"),
+        names=("model.decoder.layers.{}.self_attn", "model.decoder.layers.{}.encoder_attn"),
+    )
+
+
+def t5(config: Config, serving: ServingOptions) -> Stack:
+    """T5: relative positions, so the encoder's length is an assumption unless stated."""
+    heads, dim = config.count("num_heads"), config.count("d_kv")
+    tokens = config.count("n_positions", default=_T5_TOKENS)
+    whence = "n_positions" if "n_positions" in config else "an assumption, no n_positions is given"
+    stack = _reading_decoder(
+        config,
+        serving,
+        num_layers=checked_layers(config, "num_decoder_layers", "num_layers"),
+        heads=Heads(query=heads, kv=heads, key_dim=dim, value_dim=dim),
+        tokens=tokens,
+        names=(
+            "decoder.block.{}.layer.0.SelfAttention",
+            "decoder.block.{}.layer.1.EncDecAttention",
+        ),
+    )
+    note = f"cross-attention is planned for {tokens} encoder tokens ({whence})"
+    return replace(stack, notes=(note,))
+
+
+def _reading_decoder(
+    config: Config,
+    serving: ServingOptions,
+    *,
+    num_layers: int,
+    heads: Heads,
+    tokens: int,
+    names: tuple[str, str],
+) -> Stack:
+    """Per layer the decoder's own attention, and what it reads of an encoder of `tokens`."""
+
+    def cache(name: str, retention: Retention) -> LayerSpec:
+        return self_attention(name, config, serving, retention=retention, heads=heads)
+
+    own, cross = names
+    return Stack(
+        tuple(
+            (cache(own.format(i), Full()), cache(cross.format(i), Encoder(tokens)))
+            for i in range(num_layers)
+        )
+    )

@@ -37,21 +37,36 @@ from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Field, LayerSpec
 from kvstow.plan.view import align_up, ceil_div
 
+_FULL = Full()
 _LATENT_SCALE_GROUP = 128
+
+
+def _cache(
+    name: str,
+    block_tokens: int,
+    fields: tuple[Field, ...],
+    *,
+    retention: Retention = _FULL,
+    ratio: int = 1,
+    align: int = 1,
+) -> LayerSpec:
+    """One head, alike on every rank, with a state for every `ratio` tokens."""
+    return LayerSpec(
+        name=name,
+        retention=retention,
+        block_tokens=block_tokens,
+        states=block_tokens // ratio,
+        heads=ONE_HEAD,
+        fields=fields,
+        align=align,
+    )
 
 
 def latent(
     name: str, *, block_tokens: int, latent_dim: int, rope_dim: int, precision: Precision
 ) -> LayerSpec:
-    """MLA: one latent and one rotary key per token, alike on every rank."""
-    return LayerSpec(
-        name=name,
-        retention=Full(),
-        block_tokens=block_tokens,
-        states=block_tokens,
-        heads=ONE_HEAD,
-        fields=_latent_fields(name, latent_dim, rope_dim, precision),
-    )
+    """MLA: one latent and one rotary key per token."""
+    return _cache(name, block_tokens, _latent_fields(name, latent_dim, rope_dim, precision))
 
 
 def _latent_fields(
@@ -78,21 +93,13 @@ def _latent_fields(
             )
 
 
-def indexer(name: str, *, block_tokens: int, key_dim: int) -> LayerSpec:
-    """Sparse attention's index: one fp8 key and its float32 scale per token."""
-    return LayerSpec(
-        name=name,
-        retention=Full(),
-        block_tokens=block_tokens,
-        states=block_tokens,
-        heads=ONE_HEAD,
-        fields=_index_fields(key_dim),
-    )
-
-
-def _index_fields(key_dim: int) -> tuple[Field, ...]:
-    """The keys of a page, and behind them all their scales, as the kernels store them."""
-    return content("key", DType.FLOAT8_E4M3, key_dim), content("scale", DType.FLOAT32, 1, 1)
+def indexer(
+    name: str, *, block_tokens: int, key_dim: int, ratio: int = 1, align: int = 1
+) -> LayerSpec:
+    """Sparse attention's index: an fp8 key for every `ratio` tokens, and behind all keys of a page
+    their float32 scales, as the kernels store them."""
+    fields = content("key", DType.FLOAT8_E4M3, key_dim), content("scale", DType.FLOAT32, 1, 1)
+    return _cache(name, block_tokens, fields, ratio=ratio, align=align)
 
 
 def latent_layer(
@@ -124,14 +131,11 @@ def latent_decoder(config: Config, serving: ServingOptions) -> Stack:
 def twin_latent_decoder(config: Config, serving: ServingOptions) -> Stack:
     """MLA twice in every layer (LongCat)."""
     precision = serving.precision(config)
-    total = checked_layers(config, "num_layers")
+    names = (f"model.layers.{i}.self_attn" for i in range(checked_layers(config, "num_layers")))
     return Stack(
         tuple(
-            tuple(
-                latent_layer(f"model.layers.{i}.self_attn.{j}", config, serving, precision)
-                for j in range(2)
-            )
-            for i in range(total)
+            tuple(latent_layer(f"{name}.{j}", config, serving, precision) for j in range(2))
+            for name in names
         )
     )
 
@@ -171,48 +175,23 @@ _RATIO_OF_TYPE = {
 }
 
 
-def _v4_layer(
-    name: str, retention: Retention, block_tokens: int, states: int, fields: tuple[Field, ...]
-) -> LayerSpec:
-    return LayerSpec(
-        name=name,
-        retention=retention,
-        block_tokens=block_tokens,
-        states=states,
-        heads=ONE_HEAD,
-        fields=fields,
-        align=_ALIGN,
-    )
-
-
-def _v4_latent_fields(head_dim: int, rope_dim: int) -> tuple[Field, ...]:
-    groups = ceil_div(head_dim - rope_dim, _SCALE_GROUP)
-    scales = align_up(groups, _SCALE_BYTES_MULTIPLE)
-    return (
-        content("latent", DType.FLOAT8_E4M3, head_dim - rope_dim),
-        content("rope", DType.BFLOAT16, rope_dim),
-        content("scale", DType.UINT8, scales, 1),
-    )
-
-
 def compressed_latent(
-    name: str, *, block_tokens: int, ratio: int, head_dim: int, rope_dim: int
+    name: str,
+    *,
+    block_tokens: int,
+    head_dim: int,
+    rope_dim: int,
+    ratio: int = 1,
+    retention: Retention = _FULL,
 ) -> LayerSpec:
     """One latent for every `ratio` tokens."""
-    return _v4_layer(
-        name, Full(), block_tokens, block_tokens // ratio, _v4_latent_fields(head_dim, rope_dim)
+    groups = ceil_div(head_dim - rope_dim, _SCALE_GROUP)
+    fields = (
+        content("latent", DType.FLOAT8_E4M3, head_dim - rope_dim),
+        content("rope", DType.BFLOAT16, rope_dim),
+        content("scale", DType.UINT8, align_up(groups, _SCALE_BYTES_MULTIPLE), 1),
     )
-
-
-def compressed_indexer(name: str, *, block_tokens: int, ratio: int, key_dim: int) -> LayerSpec:
-    """One fp8 index key and its scale for every `ratio` tokens."""
-    return _v4_layer(name, Full(), block_tokens, block_tokens // ratio, _index_fields(key_dim))
-
-
-def sliding_latent(name: str, *, window: int, head_dim: int, rope_dim: int) -> LayerSpec:
-    """One latent per token, the last `window` of them."""
-    fields = _v4_latent_fields(head_dim, rope_dim)
-    return _v4_layer(name, Window(window), _SLIDING_BLOCK_TOKENS, _SLIDING_BLOCK_TOKENS, fields)
+    return _cache(name, block_tokens, fields, retention=retention, ratio=ratio, align=_ALIGN)
 
 
 def compressor_state(name: str, *, ratio: int, dim: int) -> LayerSpec:
@@ -226,21 +205,32 @@ def compressor_state(name: str, *, ratio: int, dim: int) -> LayerSpec:
         content("value", DType.FLOAT32, overlap * dim),
         content("score", DType.FLOAT32, overlap * dim),
     )
-    tokens = _STATE_BLOCK_TOKENS[ratio]
-    return _v4_layer(name, Window(overlap * ratio), tokens, tokens, fields)
+    window = Window(overlap * ratio)
+    return _cache(name, _STATE_BLOCK_TOKENS[ratio], fields, retention=window, align=_ALIGN)
 
 
 def compressed_decoder(config: Config, serving: ServingOptions) -> Stack:
     """DeepSeek-V4: a sliding latent in every layer, and what its ratio adds to it."""
     serving.rank.divided("attention heads", config.count("num_attention_heads"))
+    if not serving.keeps_own_dtype and serving.kv_dtype not in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
+        raise config.error(
+            f"its caches have a fixed fp8 format, kv_dtype {serving.kv_dtype!r} cannot be stored",
+            "leave kv_dtype out",
+        )
     ratios = _ratios(config)
-    _check_dtype(config, serving)
-    tokens, notes = _compressed_tokens(config, serving, ratios)
+    tokens = _V4_BLOCK_TOKENS if serving.block_tokens is None else serving.block_tokens
+    whole = lcm(*(ratio for ratio in ratios if ratio), 1)
+    if tokens % whole:
+        raise config.error(
+            f"{tokens} tokens per block do not make whole compressed states of {whole} tokens",
+            f"leave block_tokens out for {_V4_BLOCK_TOKENS}, or take a multiple of {whole}",
+        )
     layers = tuple(
         _compressed_layer(f"model.layers.{i}.attn", config, ratio, tokens)
         for i, ratio in enumerate(ratios)
     )
-    return Stack(layers, notes)
+    note = "the sliding and compressor caches keep their own tokens per block"
+    return Stack(layers, () if tokens == _V4_BLOCK_TOKENS else (note,))
 
 
 def _ratios(config: Config) -> list[int]:
@@ -267,57 +257,34 @@ def _ratios(config: Config) -> list[int]:
     return ratios
 
 
-def _check_dtype(config: Config, serving: ServingOptions) -> None:
-    if not serving.keeps_own_dtype and serving.kv_dtype not in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
-        raise config.error(
-            f"its caches have a fixed fp8 format, kv_dtype {serving.kv_dtype!r} cannot be stored",
-            "leave kv_dtype out",
-        )
-
-
-def _compressed_tokens(
-    config: Config, serving: ServingOptions, ratios: list[int]
-) -> tuple[int, tuple[str, ...]]:
-    tokens = _V4_BLOCK_TOKENS if serving.block_tokens is None else serving.block_tokens
-    whole = lcm(*(ratio for ratio in ratios if ratio), 1)
-    if tokens % whole:
-        raise config.error(
-            f"{tokens} tokens per block do not make whole compressed states of {whole} tokens",
-            f"leave block_tokens out for {_V4_BLOCK_TOKENS}, or take a multiple of {whole}",
-        )
-    if tokens == _V4_BLOCK_TOKENS:
-        return tokens, ()
-    return tokens, ("the sliding and compressor caches keep their own tokens per block",)
-
-
 def _compressed_layer(
     name: str, config: Config, ratio: int, block_tokens: int
 ) -> tuple[LayerSpec, ...]:
-    head_dim = config.count("head_dim")
-    rope_dim = config.count("qk_rope_head_dim")
+    head_dim, rope_dim = config.count("head_dim"), config.count("qk_rope_head_dim")
     if rope_dim >= head_dim:
         raise config.error(f"qk_rope_head_dim {rope_dim} is not below head_dim {head_dim}")
-    sliding = sliding_latent(
+    sliding = compressed_latent(
         f"{name}.sliding",
-        window=config.count("sliding_window"),
+        block_tokens=_SLIDING_BLOCK_TOKENS,
         head_dim=head_dim,
         rope_dim=rope_dim,
+        retention=Window(config.count("sliding_window")),
     )
     if ratio == 0:
         return (sliding,)
     main = compressed_latent(
         f"{name}.c{ratio}",
         block_tokens=block_tokens,
-        ratio=ratio,
         head_dim=head_dim,
         rope_dim=rope_dim,
+        ratio=ratio,
     )
     state = compressor_state(f"{name}.c{ratio}_state", ratio=ratio, dim=head_dim)
     if ratio == 128:
         return main, sliding, state
     key_dim = config.count("index_head_dim")
-    index = compressed_indexer(
-        f"{name}.indexer", block_tokens=block_tokens, ratio=ratio, key_dim=key_dim
+    index = indexer(
+        f"{name}.indexer", block_tokens=block_tokens, key_dim=key_dim, ratio=ratio, align=_ALIGN
     )
     index_state = compressor_state(f"{name}.indexer_state", ratio=ratio, dim=key_dim)
     return main, index, sliding, state, index_state

@@ -1,426 +1,369 @@
-"""Models with recurrent layers: alone, beside attention, or with attention in between.
+"""Models with recurrent layers: a table of which layers keep a state, and of what kind.
 
-    mamba, mamba2                               recurrent layers only
-    jamba, bamba, nemotron_h, qwen3_next,
-    kimi_linear, minimax, lfm2                  attention in some layers
-    falcon_h1                                   both in every layer
-    zamba, zamba2                               a state in every layer, attention too in some
+    kind                 conv (channel × tap)      ssm
+    mamba1               channels                  channel × state
+    mamba2               x | B | C                 ssm_head × dim × state
+    gated delta net      q | k | v                 ssm_head × value × key
+    linear attention     none                      ssm_head × key × value
+    short convolution    channels                  none
 
-What a recurrent layer keeps is in `recurrent`.
+A state is one page per sequence, whatever the tokens per block. A convolution of `kernel` taps
+remembers the `kernel - 1` inputs before the next one. Channels are in the whole model's
+coordinates: a rank of several holds a piece of x, a piece of B and a piece of C.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple
 
-from kvstow.plan.models import recurrent
-from kvstow.plan.models.attention import Heads, heads_of, num_layers, self_attention
+from kvstow.plan.models.attention import ONE_HEAD, Heads, heads_of, num_layers, self_attention
 from kvstow.plan.models.config import Config
 from kvstow.plan.models.deepseek import latent_layer
-from kvstow.plan.models.precision import ServingOptions, Stack
+from kvstow.plan.models.precision import Recurrence, ServingOptions, Stack
+from kvstow.plan.models.ranks import AxisPart, split
 from kvstow.plan.models.windows import layer_types
-from kvstow.plan.retention import Full
-from kvstow.plan.spec import DType, LayerSpec
+from kvstow.plan.retention import Full, State
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
-Make = Callable[[str], LayerSpec]
+CHECKPOINT_TOKENS = 512
+"""From one recurrent state that is kept to the next."""
 
-ATTENTION = ("full_attention", "attention")
-RECURRENT = ("linear_attention", "mamba", "conv", "short_conv")
-_NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-_NEMOTRON_TYPES = {
-    "mamba": "mamba",
-    "linear_attention": "mamba",
-    "attention": "attention",
-    "full_attention": "attention",
-    "mlp": "mlp",
-    "moe": "moe",
-}
+Kind = Literal["attention", "state", "both", "nothing"]
+Kinds = Callable[[Config], Sequence[Kind]]
+"""What each layer of a model has."""
+Fields = tuple[Field, ...]
+
+# ── kinds of state ────────────────────────────────────────────────────────────────────────
 
 
-def mixed(is_attention: Sequence[bool], *, attention: Make, state: Make, state_name: str) -> Stack:
-    """Attention in some decoder layers, a recurrent state in all others."""
-    layers = (
-        attention(f"model.layers.{i}.self_attn")
-        if full
-        else state(f"model.layers.{i}.{state_name}")
-        for i, full in enumerate(is_attention)
-    )
-    return Stack(tuple((layer,) for layer in layers))
-
-
-def full_attention(config: Config, serving: ServingOptions) -> Make:
-    """The model's attention over everything, by layer name."""
-    return lambda name: self_attention(name, config, serving, retention=Full())
-
-
-def from_types(config: Config) -> list[bool] | None:
-    """For each layer whether it is attention, where the configuration lists layer types."""
-    types = layer_types(config, num_layers(config))
-    if types is None:
-        return None
-    odd = [kind for kind in types if kind not in ATTENTION + RECURRENT]
-    if odd:
-        raise config.error(f"layer_types has {odd[0]!r}, which is neither attention nor recurrent")
-    return [kind in ATTENTION for kind in types]
-
-
-def from_indices(config: Config, key: str, *, first: int = 0) -> list[bool]:
-    """For each layer whether the list under `key`, counted from `first`, names it."""
-    total = num_layers(config)
-    chosen = config.counts(key) if key in config else []
-    outside = [i for i in chosen if not first <= i < first + total]
-    if outside:
-        raise config.error(f"{key} names layer {outside[0]}, num_hidden_layers is {total}")
-    return [first + i in chosen for i in range(total)]
-
-
-def every(config: Config, period: int, offset: int) -> list[bool]:
-    """Attention in layers `offset`, `offset + period` and so on."""
-    return [i % period == offset for i in range(num_layers(config))]
-
-
-def kernel(config: Config, key: str) -> int:
-    """Taps of a convolution that remembers something."""
+def _conv(config: Config, key: str, channels: Extent, recurrence: Recurrence) -> Field:
+    """The inputs that a convolution remembers."""
     taps = config.count(key)
     if taps < 2:
         raise config.error(f"{key} is {taps}: such a convolution remembers nothing")
-    return taps
+    return Field("conv", recurrence.conv_dtype, (channels, Extent.whole("tap", taps - 1)))
 
 
-# ── state-space models ────────────────────────────────────────────────────────────────────
+def _matrices(
+    what: str, heads: int, rows: tuple[str, int], columns: tuple[str, int], recurrence: Recurrence
+) -> Field:
+    """A matrix per head."""
+    held = split("ssm_head", (AxisPart(what, heads),), recurrence.rank)
+    axes = (held, Extent.whole(*rows), Extent.whole(*columns))
+    return Field("ssm", recurrence.state_dtype, axes)
 
 
-def mamba(config: Config, serving: ServingOptions) -> Stack:
-    """Mamba 1 in every layer."""
-    hidden = config.count("hidden_size")
-    inner = config.count("expand", default=2) * hidden
-    state = _mamba1(
-        config,
-        serving,
-        channels=config.count("intermediate_size", default=inner),
-        state="state_size",
-        conv="conv_kernel",
+class MambaKeys(NamedTuple):
+    """What the facts of a Mamba layer are called: every family has its own words."""
+
+    expand: str
+    heads: str
+    head_dim: str
+    groups: str
+    state: str
+    conv: str
+
+
+PLAIN = MambaKeys("expand", "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
+BAMBA = MambaKeys(
+    *("mamba_expand", "mamba_n_heads", "mamba_d_head"),
+    *("mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+)
+ZAMBA2 = BAMBA._replace(heads="n_mamba_heads", head_dim="mamba_headdim", groups="mamba_ngroups")
+NEMOTRON = MambaKeys(
+    *("", "mamba_num_heads", "mamba_head_dim"), *("n_groups", "ssm_state_size", "conv_kernel")
+)
+
+
+def mamba1(keys: MambaKeys, config: Config, recurrence: Recurrence) -> Fields:
+    """Selective scan: every channel has its own state vector."""
+    channels = config.count(keys.expand, default=2) * config.count("hidden_size")
+    if keys is PLAIN:
+        channels = config.count("intermediate_size", default=channels)
+    held = split("channel", (AxisPart("mamba channels", channels),), recurrence.rank)
+    state = Extent.whole("state", config.count(keys.state))
+    ssm = Field("ssm", recurrence.state_dtype, (held, state))
+    return _conv(config, keys.conv, held, recurrence), ssm
+
+
+def mamba2(keys: MambaKeys, config: Config, recurrence: Recurrence) -> Fields:
+    """State-space duality: a matrix per head; B and C are shared by groups of heads."""
+    heads, groups = config.count(keys.heads), config.count(keys.groups, default=1)
+    if not keys.expand:
+        head_dim = config.count(keys.head_dim)
+    else:
+        inner = config.count(keys.expand, default=2) * config.count("hidden_size")
+        inner = config.count("mamba_d_ssm", default=inner)
+        is_automatic = config.facts.get(keys.head_dim) in (None, "auto")
+        head_dim = inner // heads if is_automatic else config.count(keys.head_dim)
+        if heads * head_dim != inner:
+            raise config.error(
+                f"{heads} mamba heads of {head_dim} do not make the mamba width, {inner}"
+            )
+    if heads % groups:
+        raise config.error(f"{heads} mamba heads cannot share {groups} groups evenly")
+    state = config.count(keys.state)
+    x = AxisPart("mamba heads", heads, head_dim)
+    group = AxisPart("mamba groups", groups, state, replicable=True)
+    channels = split("channel", (x, group, group), recurrence.rank)
+    return (
+        _conv(config, keys.conv, channels, recurrence),
+        _matrices("mamba heads", heads, ("dim", head_dim), ("state", state), recurrence),
     )
-    return Stack(tuple((state(f"backbone.layers.{i}.mixer"),) for i in range(num_layers(config))))
 
 
-def jamba(config: Config, serving: ServingOptions) -> Stack:
-    """Mamba 1, and attention once in every `attn_layer_period` layers."""
-    is_attention = from_types(config)
-    if is_attention is None:
-        period = config.count("attn_layer_period")
-        is_attention = every(config, period, _offset(config, period))
-    channels = config.count("mamba_expand") * config.count("hidden_size")
-    state = _mamba1(config, serving, channels=channels, state="mamba_d_state", conv="mamba_d_conv")
-    attention = full_attention(config, serving)
-    return mixed(is_attention, attention=attention, state=state, state_name="mamba")
+def delta_net(config: Config, recurrence: Recurrence) -> Fields:
+    """Delta rule: a value × key matrix per value head, and a convolution over q, k, v."""
+    heads = config.count("linear_num_value_heads")
+    key_dim, value_dim = config.count("linear_key_head_dim"), config.count("linear_value_head_dim")
+    key_heads = config.count("linear_num_key_heads")
+    key = AxisPart("linear key heads", key_heads, key_dim, replicable=True)
+    value = AxisPart("linear value heads", heads, value_dim)
+    channels = split("channel", (key, key, value), recurrence.rank)
+    return (
+        _conv(config, "linear_conv_kernel_dim", channels, recurrence),
+        _matrices(value.what, heads, ("value", value_dim), ("key", key_dim), recurrence),
+    )
 
 
-def _offset(config: Config, period: int) -> int:
-    offset = config.facts.get("attn_layer_offset")
+def kimi_delta(config: Config, recurrence: Recurrence) -> Fields:
+    """A delta net with as many heads of one size everywhere, and float32 states."""
+    if "linear_attn_config" in config:
+        inner = config.inner("linear_attn_config")
+        keys = ("num_heads", "head_dim", "short_conv_kernel_size")
+    else:
+        inner, keys = config, ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    heads, dim, taps = (inner.count(key) for key in keys)
+    facts = {
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), dim),
+        "linear_conv_kernel_dim": taps,
+    }
+    recurrence = replace(recurrence, state_dtype=DType.FLOAT32)
+    return delta_net(Config(name=config.name, facts=facts), recurrence)
+
+
+def lightning(config: Config, recurrence: Recurrence) -> Fields:
+    """Lightning attention: a key × value matrix per head, no convolution."""
+    heads = heads_of(config)
+    size = heads.key_dim
+    what = "linear attention heads"
+    return (_matrices(what, heads.query, ("key", size), ("value", size), recurrence),)
+
+
+def short_convolution(config: Config, recurrence: Recurrence) -> Fields:
+    """A gated convolution alone: its last inputs are all it remembers."""
+    part = AxisPart("convolution channels", config.count("hidden_size"))
+    channels = split("channel", (part,), recurrence.rank)
+    return (_conv(config, "conv_L_cache", channels, recurrence),)
+
+
+# ── which layers are which ────────────────────────────────────────────────────────────────
+
+_STATES: dict[str, Kind] = dict.fromkeys(
+    ("linear_attention", "mamba", "conv", "short_conv"), "state"
+)
+_KINDS: dict[str, Kind] = {"full_attention": "attention", "attention": "attention", **_STATES}
+_NEMOTRON: dict[str, Kind] = {"mlp": "nothing", "moe": "nothing", **_KINDS}
+_ZAMBA: dict[str, Kind] = {"hybrid": "both", **_STATES}
+_NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def _all(kind: Kind) -> Kinds:
+    def kinds(config: Config) -> list[Kind]:
+        return [kind] * num_layers(config)
+
+    return kinds
+
+
+def _named(config: Config, types: Sequence[str], kinds: dict[str, Kind]) -> list[Kind]:
+    """What layers of those types have."""
+    if odd := [each for each in types if each not in kinds]:
+        raise config.error(f"layer_types has {odd[0]!r}, which is none of {', '.join(kinds)}")
+    return [kinds[each] for each in types]
+
+
+def _listed(otherwise: Callable[[Config], Sequence[bool]]) -> Kinds:
+    """The configuration's own types; in older files `otherwise` tells which are attention."""
+
+    def kinds(config: Config) -> Sequence[Kind]:
+        types = layer_types(config, num_layers(config))
+        if types is not None:
+            return _named(config, types, _KINDS)
+        return ["attention" if full else "state" for full in otherwise(config)]
+
+    return kinds
+
+
+def _in_list(key: str, config: Config, *, first: int = 0) -> list[bool]:
+    """For each layer whether the list under `key`, counted from `first`, names it."""
+    if key not in config:
+        raise config.missing("layer_types", key)
+    total, indices = num_layers(config), config.counts(key)
+    outside = [i for i in indices if not first <= i < first + total]
+    if outside:
+        raise config.error(f"{key} names layer {outside[0]}, num_hidden_layers is {total}")
+    return [first + i in indices for i in range(total)]
+
+
+def _jamba(config: Config) -> list[bool]:
+    period, offset = config.count("attn_layer_period"), config.facts.get("attn_layer_offset")
     if type(offset) is not int or not 0 <= offset < period:
         raise config.error(f"attn_layer_offset is {offset!r}, attn_layer_period is {period}")
-    return offset
+    return [i % period == offset for i in range(num_layers(config))]
 
 
-def _mamba1(
-    config: Config, serving: ServingOptions, *, channels: int, state: str, conv: str
-) -> Make:
-    return lambda name: recurrent.mamba1(
-        name,
-        serving.recurrence(config),
-        channels=channels,
-        state=config.count(state),
-        kernel=kernel(config, conv),
-    )
+def _last_of_four(config: Config) -> list[bool]:
+    period = config.count("full_attention_interval", default=4)
+    return [(i + 1) % period == 0 for i in range(num_layers(config))]
 
 
-def mamba2(config: Config, serving: ServingOptions) -> Stack:
-    """Mamba 2 in every layer."""
-    heads = config.count("num_heads")
-    head_dim = config.count("head_dim")
-    inner = config.count("expand", default=2) * config.count("hidden_size")
-    _agree(config, heads, head_dim, inner, "expand x hidden_size")
-    state = _mamba2(
-        config,
-        serving,
-        heads=heads,
-        head_dim=head_dim,
-        groups="n_groups",
-        state="state_size",
-        conv="conv_kernel",
-    )
-    return Stack(tuple((state(f"backbone.layers.{i}.mixer"),) for i in range(num_layers(config))))
+def _minimax(config: Config) -> list[bool]:
+    kinds = config.counts("attn_type_list")
+    if len(kinds) != num_layers(config) or not set(kinds) <= {0, 1}:
+        raise config.error(
+            f"attn_type_list has {len(kinds)} entries of {sorted(set(kinds))}, "
+            f"not {num_layers(config)} of 0 and 1"
+        )
+    return [kind == 1 for kind in kinds]
 
 
-def bamba(config: Config, serving: ServingOptions) -> Stack:
-    """Mamba 2, and attention in the layers that the configuration names."""
-    is_attention = from_types(config)
-    if is_attention is None:
-        is_attention = from_indices(config, "attn_layer_indices")
-    attention = full_attention(config, serving)
-    state = _bamba_state(config, serving)
-    return mixed(is_attention, attention=attention, state=state, state_name="mamba")
+def _kimi(config: Config) -> list[bool]:
+    """The configuration counts layers from 1, and names each in one of two lists."""
+    if "linear_attn_config" not in config:
+        raise config.missing("linear_attn_config", "layer_types")
+    facts = {**config.facts, **config.inner("linear_attn_config").facts}
+    whole = Config(name=config.name, facts=facts)
+    is_attention = _in_list("full_attn_layers", whole, first=1)
+    is_delta = _in_list("kda_layers", whole, first=1)
+    for i, (full, delta) in enumerate(zip(is_attention, is_delta, strict=True), start=1):
+        if full == delta:
+            which = "both" if full else "neither"
+            raise config.error(f"layer {i} is in {which} of full_attn_layers and kda_layers")
+    return is_attention
 
 
-def falcon_h1(config: Config, serving: ServingOptions) -> Stack:
-    """Mamba 2 and attention side by side in every layer."""
-    state = _bamba_state(config, serving)
-    layers: list[tuple[LayerSpec, ...]] = []
-    for i in range(num_layers(config)):
-        name = f"model.layers.{i}"
-        attention = self_attention(f"{name}.self_attn", config, serving, retention=Full())
-        layers.append((attention, state(f"{name}.mamba")))
-    return Stack(tuple(layers))
+def _zamba(config: Config) -> Sequence[Kind]:
+    types = layer_types(config, num_layers(config))
+    if types is not None:
+        return _named(config, types, _ZAMBA)
+    return ["both" if both else "state" for both in _in_list("hybrid_layer_ids", config)]
 
 
-def zamba2(config: Config, serving: ServingOptions) -> Stack:
-    """Mamba 2 in every layer, and in some of them attention in front of it."""
-    heads = config.count("n_mamba_heads")
-    inner = config.count("mamba_expand", default=2) * config.count("hidden_size")
-    head_dim = config.count("mamba_headdim", default=max(1, inner // heads))
-    _agree(config, heads, head_dim, inner, "mamba_expand x hidden_size")
-    state = _mamba2(
-        config,
-        serving,
-        heads=heads,
-        head_dim=head_dim,
-        groups="mamba_ngroups",
-        state="mamba_d_state",
-        conv="mamba_d_conv",
-    )
-    return _zamba(config, serving, state)
+def _nemotron(config: Config) -> Sequence[Kind]:
+    """A letter per layer, or a type; their number is that of the layers where none is given."""
+    keys = ("hybrid_override_pattern", "layer_types", "layers_block_type")
+    key = config.present(*keys)
+    if key is None:
+        raise config.missing(*keys)
+    if key == keys[0]:
+        types = [_NEMOTRON_LETTERS.get(letter, letter) for letter in config.text(key, "")]
+    else:
+        types = config.texts(key)
+    if not types or len(types) != config.count("num_hidden_layers", default=len(types)):
+        total = config.facts.get("num_hidden_layers")
+        raise config.error(f"{key} names {len(types)} layers, num_hidden_layers is {total}")
+    return _named(config, types, _NEMOTRON)
 
 
-def zamba(config: Config, serving: ServingOptions) -> Stack:
-    """Mamba 1 in every layer, and in some of them attention in front of it."""
-    channels = config.count("mamba_expand", default=2) * config.count("hidden_size")
-    state = _mamba1(config, serving, channels=channels, state="mamba_d_state", conv="mamba_d_conv")
-    return _zamba(config, serving, state)
+# ── families ──────────────────────────────────────────────────────────────────────────────
 
 
-def _zamba(config: Config, serving: ServingOptions, state: Make) -> Stack:
-    """Attention reads the layer's input and the embedding side by side: twice the width."""
+def _full(config: Config, serving: ServingOptions, name: str) -> LayerSpec:
+    return self_attention(name, config, serving, retention=Full())
+
+
+def _double_width(config: Config, serving: ServingOptions, name: str) -> LayerSpec:
+    """Attention that reads the layer's input and the embedding side by side."""
     query = config.count("num_attention_heads")
     dim = config.count("attention_head_dim", default=2 * config.count("hidden_size") // query)
     kv = config.count("num_key_value_heads", default=query)
     heads = Heads(query=query, kv=kv, key_dim=dim, value_dim=dim)
-    layers: list[tuple[LayerSpec, ...]] = []
-    for i, has_attention in enumerate(_zamba_attention(config)):
-        name = f"model.layers.{i}"
-        own = self_attention(f"{name}.self_attn", config, serving, retention=Full(), heads=heads)
-        layers.append((own, state(f"{name}.mamba")) if has_attention else (state(f"{name}.mamba"),))
-    return Stack(tuple(layers))
+    return self_attention(name, config, serving, retention=Full(), heads=heads)
 
 
-def _zamba_attention(config: Config) -> list[bool]:
-    types = layer_types(config, num_layers(config))
-    if types is None:
-        if "hybrid_layer_ids" not in config:
-            raise config.missing("layers_block_type", "hybrid_layer_ids")
-        return from_indices(config, "hybrid_layer_ids")
-    odd = [kind for kind in types if kind not in ("hybrid", *RECURRENT)]
-    if odd:
-        raise config.error(f"a layer is {odd[0]!r}, neither hybrid nor mamba")
-    return [kind == "hybrid" for kind in types]
+def _latent(config: Config, serving: ServingOptions, name: str) -> LayerSpec:
+    return latent_layer(name, config, serving, serving.precision(config))
 
 
-def _bamba_state(config: Config, serving: ServingOptions) -> Make:
-    heads = config.count("mamba_n_heads")
-    inner = config.count("mamba_expand", default=2) * config.count("hidden_size")
-    inner = config.count("mamba_d_ssm", default=inner)
-    automatic = config.facts.get("mamba_d_head") in (None, "auto")
-    head_dim = inner // heads if automatic else config.count("mamba_d_head")
-    _agree(config, heads, head_dim, inner, "the mamba width")
-    return _mamba2(
-        config,
-        serving,
-        heads=heads,
-        head_dim=head_dim,
-        groups="mamba_n_groups",
-        state="mamba_d_state",
-        conv="mamba_d_conv",
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Which layers keep what, and what the modules are called that do."""
+
+    kinds: Kinds
+    state: Callable[[Config, Recurrence], Fields]
+    state_name: str = "model.layers.{}.mamba"
+    attention: Callable[[Config, ServingOptions, str], LayerSpec] = _full
+    attention_name: str = "model.layers.{}.self_attn"
 
 
-def _agree(config: Config, heads: int, head_dim: int, inner: int, what: str) -> None:
-    if heads * head_dim != inner:
-        raise config.error(f"{heads} mamba heads of {head_dim} do not make {what}, {inner}")
+_BAMBA = Family(
+    kinds=_listed(partial(_in_list, "attn_layer_indices")), state=partial(mamba2, BAMBA)
+)
+_MAMBA = Family(
+    kinds=_all("state"), state=partial(mamba1, PLAIN), state_name="backbone.layers.{}.mixer"
+)
+_QWEN = Family(
+    kinds=_listed(_last_of_four), state=delta_net, state_name="model.layers.{}.linear_attn"
+)
+_LIGHTNING = Family(
+    kinds=_listed(_minimax), state=lightning, state_name="model.layers.{}.self_attn"
+)
+_LFM2 = Family(
+    kinds=_listed(partial(_in_list, "full_attn_idxs")),
+    state=short_convolution,
+    state_name="model.layers.{}.conv",
+)
+_ZAMBA1 = Family(kinds=_zamba, state=partial(mamba1, BAMBA), attention=_double_width)
+
+FAMILIES: dict[str, Family] = {
+    "mamba": _MAMBA,
+    "falcon_mamba": _MAMBA,
+    "mamba2": replace(_MAMBA, state=partial(mamba2, PLAIN)),
+    "jamba": Family(kinds=_listed(_jamba), state=partial(mamba1, BAMBA)),
+    "bamba": _BAMBA,
+    "granitemoehybrid": _BAMBA,
+    "falcon_h1": replace(_BAMBA, kinds=_all("both")),
+    "zamba": _ZAMBA1,
+    "zamba2": replace(_ZAMBA1, state=partial(mamba2, ZAMBA2)),
+    "nemotron_h": Family(
+        kinds=_nemotron,
+        state=partial(mamba2, NEMOTRON),
+        state_name="model.layers.{}.mixer",
+        attention_name="model.layers.{}.mixer",
+    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
+    "kimi_linear": Family(
+        kinds=_listed(_kimi),
+        state=kimi_delta,
+        state_name="model.layers.{}.self_attn",
+        attention=_latent,
+    ),
+    **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), _LIGHTNING),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
+}
 
 
-def _mamba2(
-    config: Config,
-    serving: ServingOptions,
-    *,
-    heads: int,
-    head_dim: int,
-    groups: str,
-    state: str,
-    conv: str,
-) -> Make:
-    num_groups = config.count(groups, default=1)
-    if heads % num_groups:
-        raise config.error(f"{heads} mamba heads cannot share {num_groups} groups evenly")
-    return lambda name: recurrent.mamba2(
-        name,
-        serving.recurrence(config),
-        heads=heads,
-        head_dim=head_dim,
-        groups=num_groups,
-        state=config.count(state),
-        kernel=kernel(config, conv),
-    )
+def hybrid_decoder(config: Config, serving: ServingOptions) -> Stack:
+    """The layers of a model of one of the families."""
+    family = FAMILIES[config.model_type]
+    fields = family.state(config, serving.recurrence(config))
 
-
-def nemotron_h(config: Config, serving: ServingOptions) -> Stack:
-    """One of Mamba 2, attention, or a feed-forward that keeps nothing, in each layer."""
-    attention = full_attention(config, serving)
-    state = _mamba2(
-        config,
-        serving,
-        heads=config.count("mamba_num_heads"),
-        head_dim=config.count("mamba_head_dim"),
-        groups="n_groups",
-        state="ssm_state_size",
-        conv="conv_kernel",
-    )
-    layers: list[tuple[LayerSpec, ...]] = []
-    for i, kind in enumerate(_nemotron_types(config)):
-        name = f"model.layers.{i}.mixer"
-        if kind in ATTENTION:
-            layers.append((attention(name),))
-        else:
-            layers.append((state(name),) if kind == "mamba" else ())
-    return Stack(tuple(layers))
-
-
-def _nemotron_types(config: Config) -> list[str]:
-    key = "hybrid_override_pattern"
-    if key in config:
-        named: list[str | None] = [_NEMOTRON_LETTERS.get(x) for x in config.text(key, "")]
-        if "num_hidden_layers" in config and len(named) != num_layers(config):
-            raise config.error(
-                f"{key} names {len(named)} layers, num_hidden_layers is {num_layers(config)}"
-            )
-    else:
-        listed = config.present("layer_types", "layers_block_type")
-        total = len(config.items(listed)) if listed else num_layers(config)
-        types = layer_types(config, config.count("num_hidden_layers", default=total))
-        if types is None:
-            raise config.missing(key, "layers_block_type")
-        named = [_NEMOTRON_TYPES.get(kind) for kind in types]
-    if None in named or not named:
-        raise config.error("a layer is none of mamba, attention, mlp and moe")
-    return [kind for kind in named if kind is not None]
-
-
-# ── delta nets, lightning attention, convolutions ─────────────────────────────────────────
-
-
-def qwen3_next(config: Config, serving: ServingOptions) -> Stack:
-    """Gated delta net, and attention in every fourth layer."""
-    is_attention = from_types(config)
-    if is_attention is None:
-        period = config.count("full_attention_interval", default=4)
-        is_attention = every(config, period, period - 1)
-
-    def state(name: str) -> LayerSpec:
-        return recurrent.gated_delta_net(
-            name,
-            serving.recurrence(config),
-            key_heads=config.count("linear_num_key_heads"),
-            value_heads=config.count("linear_num_value_heads"),
-            key_dim=config.count("linear_key_head_dim"),
-            value_dim=config.count("linear_value_head_dim"),
-            kernel=kernel(config, "linear_conv_kernel_dim"),
+    def layers(i: int, kind: Kind) -> tuple[LayerSpec, ...]:
+        attention: tuple[LayerSpec, ...] = ()
+        if kind in ("attention", "both"):
+            attention = (family.attention(config, serving, family.attention_name.format(i)),)
+        if kind in ("attention", "nothing"):
+            return attention
+        state = LayerSpec(
+            name=family.state_name.format(i),
+            retention=State(),
+            block_tokens=CHECKPOINT_TOKENS,
+            states=1,
+            heads=ONE_HEAD,
+            fields=fields,
         )
+        return *attention, state
 
-    attention = full_attention(config, serving)
-    return mixed(is_attention, attention=attention, state=state, state_name="linear_attn")
-
-
-def kimi_linear(config: Config, serving: ServingOptions) -> Stack:
-    """Kimi delta attention with float32 states, and MLA in between."""
-    if "linear_attn_config" in config:
-        inner = config.inner("linear_attn_config")
-        whole = Config(name=config.name, facts={**config.facts, **inner.facts})
-        is_attention = _kimi_attention(whole)
-        heads, dim = inner.count("num_heads"), inner.count("head_dim")
-        taps = kernel(inner, "short_conv_kernel_size")
-    else:
-        listed = from_types(config)
-        if listed is None:
-            raise config.missing("linear_attn_config", "layer_types")
-        is_attention = listed
-        heads, dim = config.count("linear_num_heads"), config.count("linear_head_dim")
-        taps = kernel(config, "linear_conv_kernel_dim")
-    recurrence = replace(serving.recurrence(config), state_dtype=DType.FLOAT32)
-    precision = serving.precision(config)
-
-    def state(name: str) -> LayerSpec:
-        return recurrent.gated_delta_net(
-            name,
-            recurrence,
-            key_heads=heads,
-            value_heads=heads,
-            key_dim=dim,
-            value_dim=dim,
-            kernel=taps,
-        )
-
-    def attention(name: str) -> LayerSpec:
-        return latent_layer(name, config, serving, precision)
-
-    return mixed(is_attention, attention=attention, state=state, state_name="self_attn")
-
-
-def _kimi_attention(config: Config) -> list[bool]:
-    """The configuration counts layers from 1, and names each in one of two lists."""
-    is_attention = from_indices(config, "full_attn_layers", first=1)
-    is_delta = from_indices(config, "kda_layers", first=1)
-    for i, (full, delta) in enumerate(zip(is_attention, is_delta, strict=True)):
-        if full == delta:
-            which = "both" if full else "neither"
-            raise config.error(f"layer {i + 1} is in {which} of full_attn_layers and kda_layers")
-    return is_attention
-
-
-def minimax(config: Config, serving: ServingOptions) -> Stack:
-    """Lightning attention, and full attention where `attn_type_list` has a 1."""
-    is_attention = from_types(config)
-    if is_attention is None:
-        kinds = config.counts("attn_type_list")
-        if len(kinds) != num_layers(config) or not set(kinds) <= {0, 1}:
-            raise config.error(
-                f"attn_type_list has {len(kinds)} entries of {sorted(set(kinds))}, "
-                f"not {num_layers(config)} of 0 and 1"
-            )
-        is_attention = [kind == 1 for kind in kinds]
-    heads = heads_of(config)
-
-    def state(name: str) -> LayerSpec:
-        return recurrent.linear_attention(
-            name, serving.recurrence(config), heads=heads.query, head_dim=heads.key_dim
-        )
-
-    attention = full_attention(config, serving)
-    return mixed(is_attention, attention=attention, state=state, state_name="self_attn")
-
-
-def lfm2(config: Config, serving: ServingOptions) -> Stack:
-    """Short convolutions, and attention in the layers that the configuration names."""
-    is_attention = from_types(config)
-    if is_attention is None:
-        if "full_attn_idxs" not in config:
-            raise config.missing("layer_types", "full_attn_idxs")
-        is_attention = from_indices(config, "full_attn_idxs")
-
-    def state(name: str) -> LayerSpec:
-        return recurrent.short_convolution(
-            name,
-            serving.recurrence(config),
-            channels=config.count("hidden_size"),
-            kernel=kernel(config, "conv_L_cache"),
-        )
-
-    attention = full_attention(config, serving)
-    return mixed(is_attention, attention=attention, state=state, state_name="conv")
+    return Stack(tuple(layers(i, kind) for i, kind in enumerate(family.kinds(config))))
