@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstow.cli.output import human
+from kvstow.text import human
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_the_page_tells_memory_requests_seed_and_command(tmp_path: Path) -> None
     simulated(*shape)
     data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
     assert (data["requests"], data["arena_bytes"], data["seed"]) == (5, 2 << 30, 7)
-    assert data["command"].startswith("kvstow simulate gpt-oss-20b --trace chat")
+    assert data["command"].startswith("kvstow simulate gpt-oss-20b --memory 2GiB")
     assert "--seed 7" in data["command"]
 
 

@@ -17,7 +17,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Site, packed, separate
-from kvstow.render.data import Index, NamedRoute, group_records, layout_record
+from kvstow.render.data import Index, group_records, layout_record
 from kvstow.render.page import asset, embedded, page
 from kvstow.route.route import plan_route
 
@@ -193,9 +193,7 @@ def test_a_page_without_scripts_still_shows_the_picture(tmp_path):
 )
 def test_bands_carry_every_byte_of_every_page_once(here, there):
     source, destination = layouts(**here), layouts(**there)
-    records = group_records(
-        [NamedRoute(name="rank 0", route=plan_route(source, destination))], destination
-    )
+    records = group_records({"rank 0": plan_route(source, destination)}, destination)
     assert [record["name"] for record in records] == [
         rows.group.name for rows in destination.groups
     ]
@@ -217,7 +215,7 @@ def test_blocks_of_one_period_stand_side_by_side():
         groups = grouped(model_layers("llama-3.2-1b", block_tokens=tokens).layers)
         return pack(groups, num_slabs=4)
 
-    (record,) = group_records([NamedRoute(name="r", route=plan_route(of(16), of(24)))], of(24))
+    (record,) = group_records({"r": plan_route(of(16), of(24))}, of(24))
     assert record["tokens"] == 48
     assert record["sources"][0]["num_blocks"] == 3
     assert record["destination"]["num_blocks"] == 2
@@ -228,9 +226,7 @@ def test_blocks_of_one_period_stand_side_by_side():
 def test_a_band_from_separate_to_packed_lies_inside_both_sides():
     groups = grouped(model_layers("gemma-3-270m").layers)
     source, destination = separate(groups, num_slabs=3), packed(groups, num_slabs=3)
-    for record in group_records(
-        [NamedRoute(name="r", route=plan_route(source, destination))], destination
-    ):
+    for record in group_records({"r": plan_route(source, destination)}, destination):
         for _, s, s_bytes, d, d_bytes, _, _ in record["bands"]:
             assert 0 <= s < s + s_bytes <= record["source_bytes"]
             assert 0 <= d < d + d_bytes <= record["destination"]["block_bytes"]

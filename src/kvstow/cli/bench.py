@@ -1,26 +1,25 @@
 """`kvstow bench`: transfers on this machine."""
 
+import json
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from kvstow.cli import options
 from kvstow.cli.output import (
     INTERRUPTED,
     MISUSED,
     CommandGroup,
-    emit_json,
-    emit_text,
-    human,
     note,
     refuse,
-    table,
+    reporting,
     wrapped,
     write_file,
 )
+from kvstow.text import human, table
 
 bench = typer.Typer(cls=CommandGroup, help="Measure transfers on this machine.")
 
@@ -48,6 +47,7 @@ Output = Annotated[
 
 
 @bench.command("transfer")
+@reporting
 def transfer(
     rows: Rows = 512,
     layers: Layers = 46,
@@ -56,8 +56,7 @@ def transfer(
     device: Device = "cpu",
     direction: Way = None,
     output: Output = None,
-    json: options.Json = False,
-) -> None:
+) -> "BenchReport":
     """Pull scattered rows between two processes over NIXL.
 
     Compares with one contiguous buffer, with per-layer pieces, both through NIXL alone and in
@@ -76,15 +75,13 @@ def transfer(
     )
     logging.getLogger("kvstow").setLevel(logging.ERROR)  # whose bytes these are does not matter
     try:
-        found = measured(setting, direction, lambda i: note(f"round {i + 1} of {1 + repeats}"))
+        figures = measured(setting, direction, lambda i: note(f"round {i + 1} of {1 + repeats}"))
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         os._exit(INTERRUPTED)  # NIXL may crash if it is unloaded in the middle of a transfer
-    _write(found, output)
-    if json:
-        emit_json(found)
-    else:
-        emit_text(*_shown(found))
+    if output is not None:
+        write_file(output, json.dumps(figures, indent=1) + "\n", "figures")
+    return BenchReport(figures)
 
 
 def _check_device(device: str) -> None:
@@ -107,13 +104,6 @@ def _check_output(output: Path | None) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _write(found: dict[str, Any], output: Path | None) -> None:
-    if output is not None:
-        import json
-
-        write_file(output, json.dumps(found, indent=1) + "\n")
-
-
 NAMES = {
     "raw": "one contiguous buffer, NIXL alone",
     "contiguous": "rows in order, pulled",
@@ -126,26 +116,37 @@ NAMES = {
 """What is measured; pieces by threads of NIXL's on the host only."""
 
 
-def _shown(found: dict[str, Any]) -> list[str]:
-    rates, descriptors = found["gigabytes_per_second"], found["descriptors"]
-    lines = [
-        (text, f"{descriptors[name]:,}", f"{rates[name]:.2f}")
-        for name, text in NAMES.items()
-        if name in rates
-    ]
-    threads = found["ratio_to_per_layer_by_threads"]
-    beside = f", {threads:.2f} times with NIXL's threads" if threads else ""
-    return [
-        found["machine"],
-        table(("moved by " + found["direction"], "descriptors", "GB/s"), lines),
-        wrapped(
-            f"scattered rows: {found['ratio_to_raw']:.2f} of one buffer's rate, "
-            f"{found['ratio_to_per_layer']:.2f} times the pieces', "
-            f"{found['ratio_to_per_layer_built']:.2f} times where they are listed per "
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """Rates of one machine, and what kvstow adds to them."""
+
+    figures: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        return self.figures
+
+    def __str__(self) -> str:
+        figures = self.figures
+        rates, descriptors = figures["gigabytes_per_second"], figures["descriptors"]
+        lines = [
+            (text, f"{descriptors[name]:,}", f"{rates[name]:.2f}")
+            for name, text in NAMES.items()
+            if name in rates
+        ]
+        columns = (f"moved by {figures['direction']}", "descriptors", "GB/s")
+        threads = figures["ratio_to_per_layer_by_threads"]
+        beside = f", {threads:.2f} times with NIXL's threads" if threads else ""
+        ratios = wrapped(
+            f"scattered rows: {figures['ratio_to_raw']:.2f} of one buffer's rate, "
+            f"{figures['ratio_to_per_layer']:.2f} times the pieces', "
+            f"{figures['ratio_to_per_layer_built']:.2f} times where they are listed per "
             f"request{beside}"
         )
-        + "\n"
-        f"{found['overhead_us_per_pull']:,.0f} µs of our own per pull; the digest's sample took "
-        f"{100 * found['digest_sample_cost']:.1f} % (medians)\n"
-        f"{found['contact_ms']:.1f} ms at first contact, beyond NIXL's own",
-    ]
+        return (
+            f"{figures['machine']}\n\n"
+            f"{table(columns, lines)}\n\n"
+            f"{ratios}\n"
+            f"{figures['overhead_us_per_pull']:,.0f} µs of our own per pull; the digest's sample "
+            f"took {100 * figures['digest_sample_cost']:.1f} % (medians)\n"
+            f"{figures['contact_ms']:.1f} ms at first contact, beyond NIXL's own"
+        )

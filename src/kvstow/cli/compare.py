@@ -2,46 +2,44 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.options import check_arena, on_rank
 from kvstow.cli.output import (
-    FAILED,
     HINT,
     MISUSED,
+    STDOUT,
+    Document,
     command_line,
-    emit_json,
-    emit_text,
-    human,
-    note,
     refuse,
-    table,
+    reporting,
     wrapped,
     write_file,
 )
 from kvstow.errors import ModelError, PlanError
 from kvstow.plan.layout import ORDERS, Order, parse_order
 from kvstow.plan.pack import PACKINGS, Packing
+from kvstow.plan.sizing.capacity import bytes_per_token
 from kvstow.plan.sizing.plan import (
     MAX_BLOCK_TOKENS,
     MAX_RANKS,
     USUAL_TOKENS,
     Deployment,
+    Plan,
     RankLayers,
 )
-from kvstow.plan.sizing.reports import alike, compared_figures, mark_best
+from kvstow.plan.sizing.reports import descriptors, padding_fractions, plain
+from kvstow.text import human, table
 
 MOST_LAYOUTS = 1000
-Choices = list[tuple[Order, Packing]]
-Cell = Callable[[dict[str, Any]], str]
-"""What a line shows in a column."""
 
 SWEPT = {"tp": "tp", "block_tokens": "tokens", "kv_dtype": "kv dtype"}
 """What may be given several values, and its column."""
@@ -84,7 +82,225 @@ CsvFile = Annotated[
 ]
 
 
+# ── the report ────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedLayout:
+    """A layout's figures, or the reason why there is none."""
+
+    tp: int
+    block_tokens: int | None
+    kv_dtype: str | None
+    order: Order
+    packing: Packing
+    error: str | None = None
+    slab_bytes: int = 0
+    num_slabs: int = 0
+    arena_bytes: int = 0
+    padding: float = 0.0
+    descriptors_per_block: dict[str, int] = field(default_factory=dict[str, int])
+    bytes_per_token: int | float = 0
+    requests: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def copies(self) -> int:
+        """Of one block of the worst group."""
+        return max(self.descriptors_per_block.values())
+
+    @property
+    def usual_requests(self) -> int:
+        return self.requests[str(USUAL_TOKENS)]
+
+    @property
+    def merit(self) -> tuple[float, ...]:
+        """Most requests; of equals, fewest copies; of equals, least padding."""
+        if self.error is not None or not self.usual_requests:
+            return ()
+        return self.usual_requests, -self.copies, -self.padding
+
+    def as_json(self) -> dict[str, Any]:
+        document = asdict(self)
+        return {name: document[name] for name in (CHOICE if self.error else document)}
+
+
+CHOICE = (*SWEPT, "order", "packing", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Layouts that differ in nothing but order and packing: each of these orders under each of
+    these packings."""
+
+    layout: ComparedLayout
+    orders: Sequence[Order]
+    packings: Sequence[Packing]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareReport:
+    """Layouts of one rank, side by side; `first` is what it holds in the first of them."""
+
+    first: RankLayers
+    layouts: Sequence[ComparedLayout]
+
+    @property
+    def failure(self) -> str | None:
+        if any(each.error is None for each in self.layouts):
+            return None
+        return f"no layout is possible{HINT}the reasons are on stdout"
+
+    def is_best(self, layout: ComparedLayout) -> bool:
+        return () != layout.merit == self._most
+
+    @cached_property
+    def _most(self) -> tuple[float, ...]:
+        return max(each.merit for each in self.layouts)
+
+    @property
+    def swept(self) -> list[str]:
+        """What has several values."""
+        values = {name: {getattr(each, name) for each in self.layouts} for name in SWEPT}
+        return [name for name in SWEPT if len(values[name] - {None}) > 1]
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        by_packing: dict[str, list[ComparedLayout]] = {}
+        for each in self.layouts:
+            by_packing.setdefault(repr(replace(each, order="BLHNC")), []).append(each)
+        lines: dict[str, list[list[ComparedLayout]]] = {}
+        for members in by_packing.values():
+            alike = repr([replace(each, packing="slab") for each in members])
+            lines.setdefault(alike, []).append(members)
+        return [
+            Line(each[0][0], [of.order for of in each[0]], [of[0].packing for of in each])
+            for each in lines.values()
+        ]
+
+    @property
+    def arena(self) -> str:
+        budget = self.first.deployment.budget
+        if budget is None:
+            return f"{self.first.deployment.num_slabs:,} slabs"
+        return human(budget)
+
+    def as_json(self) -> dict[str, Any]:
+        first = self.first
+        return {
+            "model": first.model.name,
+            "tp": first.deployment.tp,
+            "pp": first.deployment.pp,
+            "rank": first.rank,
+            "block_tokens": first.block_tokens,
+            "kv_dtype": first.kv_dtype,
+            "layouts": [each.as_json() | {"best": self.is_best(each)} for each in self.layouts],
+        }
+
+    def __str__(self) -> str:
+        return "\n\n".join(self._parts())
+
+    def _parts(self) -> Iterator[str]:
+        first, split, swept = self.first, self.first.deployment, self.swept
+        where = f"rank {first.rank} of tp {split.tp} × pp {split.pp}"
+        words = [f"pp {split.pp}" if "tp" in swept else where, self.arena]
+        if "kv_dtype" not in swept:
+            words.insert(1, first.kv_dtype)
+        yield f"{first.model.name}\n{', '.join(words)}"
+        rows = [self._cells(line) for line in self.lines if line.layout.error is None]
+        if rows:
+            columns = ["order", "packing", *(SWEPT[name] for name in swept)]
+            columns += [*(() if swept else ("slab",)), "padding", "copies", "requests"]
+            yield table(columns, rows, num_left=2 + len(swept))
+            yield (
+                "padding, and copies per block: of the worst group\n"
+                f"requests: of {USUAL_TOKENS:,} tokens, at once; ← the best"
+            )
+        reasons = self._reasons()
+        if reasons:
+            yield "\n".join(wrapped(f"{', '.join(names)}: {why}") for why, names in reasons.items())
+
+    def _cells(self, line: Line) -> list[str]:
+        """What a line shows; the slab only where there is room for it."""
+        layout, packings = line.layout, {each.packing for each in self.layouts}
+        is_any = len(packings) > 1 and len(line.packings) == len(packings)
+        return [
+            " ".join(line.orders),
+            "any" if is_any else " ".join(line.packings),
+            *([str(getattr(layout, name)) for name in self.swept] or [human(layout.slab_bytes)]),
+            f"{layout.padding:.2%}",
+            f"{layout.copies:,}",
+            f"{layout.usual_requests:,} {' ←'[self.is_best(layout)]}",
+        ]
+
+    def _reasons(self) -> dict[str, list[str]]:
+        """Every reason once, with the layouts that it bars."""
+        num_choices = len({(each.order, each.packing) for each in self.layouts})
+        barred: dict[str, list[str]] = {}
+        for line in self.lines:
+            if line.layout.error is None:
+                continue
+            values = [(name, getattr(line.layout, name)) for name in self.swept]
+            which = [f"{SWEPT[name]} {value}" for name, value in values if value is not None]
+            if not which or len(line.orders) * len(line.packings) < num_choices:
+                which += [*line.packings, f"({' '.join(line.orders)})"]
+            barred.setdefault(line.layout.error.partition(HINT)[0], []).append(" ".join(which))
+        return barred
+
+    def as_csv(self) -> str:
+        """One line per layout, a header first."""
+        out = io.StringIO()
+        writer = csv.DictWriter(out, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for each in self.layouts:
+            row = each.as_json() | {"model": self.first.model.name, "best": self.is_best(each)}
+            row["pp"] = self.first.deployment.pp
+            if each.error is None:
+                row |= {"copies": each.copies, "requests": each.usual_requests}
+            writer.writerow(row)
+        return out.getvalue()
+
+    def page(self, command: str) -> str:
+        """The page: a line per row, to be sorted; `command` makes it again."""
+        from kvstow import __version__
+        from kvstow.render.page import page
+
+        document = self.as_json()
+        lines = [
+            line.layout.as_json()
+            | {"best": self.is_best(line.layout), "orders": line.orders, "packings": line.packings}
+            for line in self.lines
+        ]
+        facts = {"kvstow": __version__, "usual_tokens": USUAL_TOKENS, "command": command}
+        facts |= {"lines": lines, "arena": f"arena {self.arena}"}
+        return page(f"{document['model']}: layouts compared", document | facts, ("sweep.js",))
+
+
+CSV_COLUMNS = [
+    "model",
+    "tp",
+    "pp",
+    "block_tokens",
+    "kv_dtype",
+    "order",
+    "packing",
+    "best",
+    "slab_bytes",
+    "num_slabs",
+    "arena_bytes",
+    "padding",
+    "copies",
+    "bytes_per_token",
+    "requests",
+    "error",
+]
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────
+
+
+@reporting
 def compare(
+    context: typer.Context,
     model: options.ModelName,
     tp: Tps = "1",
     pp: options.Pp = 1,
@@ -98,53 +314,94 @@ def compare(
     align: options.Align = None,
     csv: CsvFile = None,
     html: options.HtmlFile = None,
-    json: options.Json = False,
-) -> None:
+) -> CompareReport | Document:
     """Layouts, splits and dtypes of a model, side by side.
 
     Exits with 1 if no layout is possible.
     """
-    check_arena(memory, num_slabs)
-    if json and csv == Path("-"):
-        refuse(
-            f"--csv - and --json both write a document to stdout{HINT}give one of them",
-            code=MISUSED,
-        )
-    deployments = _deployments(
-        Deployment(
-            model=model,
-            pp=pp,
-            memory=memory,
-            num_slabs=num_slabs,
-            alignment=options.alignment(align or ()),
-        ),
-        tps=_numbers("--tp", tp, most=MAX_RANKS // pp),
-        block_tokens=_numbers("--block-tokens", block_tokens, most=MAX_BLOCK_TOKENS)
-        if block_tokens
-        else [None],
-        kv_dtypes=list(kv_dtype.split(",")) if kv_dtype else [None],
+    options.check_arena(memory, num_slabs)
+    whole = Deployment(
+        model=model,
+        pp=pp,
+        memory=memory,
+        num_slabs=num_slabs,
+        alignment=options.alignment(align or ()),
     )
-    choices: Choices = [(each, other) for each in _orders(order) for other in _packings(packing)]
+    tps = _numbers("--tp", tp, most=MAX_RANKS // pp)
+    tokens: Sequence[int | None] = [None]
+    if block_tokens:
+        tokens = _numbers("--block-tokens", block_tokens, most=MAX_BLOCK_TOKENS)
+    dtypes = kv_dtype.split(",") if kv_dtype else [None]
+    deployments = [
+        replace(whole, tp=tp, block_tokens=n, kv_dtype=dtype)
+        for tp, n, dtype in product(tps, tokens, dtypes)
+    ]
+    choices = list(product(_orders(order), _packings(packing)))
     if len(deployments) * len(choices) > MOST_LAYOUTS:
         refuse(
             f"{len(deployments) * len(choices):,} layouts, {MOST_LAYOUTS:,} at most are compared"
             f"{HINT}name fewer values",
             code=MISUSED,
         )
-    first = _first(deployments, rank)
-    layouts = [line for each in deployments for line in _compared(each, rank, choices)]
-    mark_best(layouts)
-    document = _document(first, layouts)
-    _write(document, csv, html, arena=_arena(first))
-    if json:
-        emit_json(document)
-    elif csv != Path("-"):
-        emit_text(*_report(first, layouts))
-    if all(layout["error"] is not None for layout in layouts):
-        refuse("no layout is possible" + HINT + "the reasons are on stdout", code=FAILED)
+    report = CompareReport(
+        first=_first(deployments, rank),
+        layouts=[
+            each for deployment in deployments for each in _compared(deployment, rank, choices)
+        ],
+    )
+    if html is not None:
+        write_file(html, report.page(command_line(context)), "page")
+    if csv == STDOUT:
+        return Document("--csv", report.as_csv().encode())
+    if csv is not None:
+        write_file(csv, report.as_csv(), "table")
+    return report
 
 
-# ── what is compared ──────────────────────────────────────────────────────────────────
+def _first(deployments: list[Deployment], rank: int) -> RankLayers:
+    """What the rank holds in the first deployment that can be; ends if none can."""
+    for each in deployments:
+        options.check_model(each)
+    for each in deployments:
+        with suppress(ModelError, PlanError):
+            each.on_rank(rank)
+            return options.on_rank(each, rank)
+    return options.on_rank(deployments[0], rank)
+
+
+def _compared(
+    deployment: Deployment, rank: int, choices: Sequence[tuple[Order, Packing]]
+) -> Iterator[ComparedLayout]:
+    """The layouts of one deployment; of one that cannot be, the reason on each."""
+    split = {name: getattr(deployment, name) for name in SWEPT}
+    held: RankLayers | None = None
+    try:
+        held = deployment.on_rank(rank)
+        split |= {"block_tokens": held.block_tokens, "kv_dtype": held.kv_dtype}
+    except (ModelError, PlanError) as error:
+        split["error"] = str(error)
+    for order, packing in choices:
+        figures: dict[str, Any] = {}
+        if held is not None:
+            try:
+                figures = _figures(Plan.of(held.changed(order=order, packing=packing)))
+            except PlanError as error:
+                figures = {"error": str(error)}
+        yield ComparedLayout(order=order, packing=packing, **split, **figures)
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    layout = plan.layout
+    names = [rows.group.name for rows in layout.groups]
+    return {
+        "slab_bytes": layout.slab_bytes,
+        "num_slabs": layout.num_slabs,
+        "arena_bytes": layout.nbytes,
+        "padding": max(padding_fractions(layout)),
+        "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
+        "bytes_per_token": plain(bytes_per_token(layout)),
+        "requests": {str(USUAL_TOKENS): plan.max_requests(tokens=USUAL_TOKENS)},
+    }
 
 
 def _numbers(name: str, text: str, *, most: int) -> list[int]:
@@ -174,185 +431,10 @@ def _orders(text: str) -> list[Order]:
 def _packings(text: str) -> list[Packing]:
     if text == "all":
         return list(PACKINGS)
-    asked = text.split(",")
-    wrong = [each for each in asked if each not in PACKINGS]
+    names = text.split(",")
+    wrong = [each for each in names if each not in PACKINGS]
     if wrong:
         raise typer.BadParameter(
             f"{wrong[0]!r} is none of {', '.join(PACKINGS)}, all", param_hint="'--packing'"
         )
-    return [packing for packing in PACKINGS if packing in asked]
-
-
-def _deployments(
-    deployment: Deployment,
-    *,
-    tps: Iterable[int],
-    block_tokens: Iterable[int | None],
-    kv_dtypes: Iterable[str | None],
-) -> list[Deployment]:
-    block_tokens, kv_dtypes = list(block_tokens), list(kv_dtypes)
-    return [
-        replace(deployment, tp=tp, block_tokens=tokens, kv_dtype=kv_dtype)
-        for tp in tps
-        for tokens in block_tokens
-        for kv_dtype in kv_dtypes
-    ]
-
-
-def _first(deployments: list[Deployment], rank: int) -> RankLayers:
-    """What the rank holds in the first deployment that can be; ends if none can."""
-    for each in deployments:
-        options.check_model(each)
-    for each in deployments:
-        with suppress(ModelError, PlanError):
-            each.on_rank(rank)
-            return on_rank(each, rank)
-    return on_rank(deployments[0], rank)
-
-
-def _compared(deployment: Deployment, rank: int, choices: Choices) -> list[dict[str, Any]]:
-    """The lines of one deployment; of one that cannot be, the reason on each."""
-    try:
-        held = deployment.on_rank(rank)
-    except (ModelError, PlanError) as error:
-        asked = {name: getattr(deployment, name) for name in SWEPT}
-        return [
-            {**asked, "order": order, "packing": packing, "error": str(error)}
-            for order, packing in choices
-        ]
-    return [compared_figures(held, order, packing) for order, packing in choices]
-
-
-def _document(first: RankLayers, layouts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "model": first.model.name,
-        "tp": first.deployment.tp,
-        "pp": first.deployment.pp,
-        "rank": first.rank,
-        "block_tokens": first.block_tokens,
-        "kv_dtype": first.kv_dtype,
-        "layouts": layouts,
-    }
-
-
-# ── text ──────────────────────────────────────────────────────────────────────────────
-
-
-def _report(first: RankLayers, layouts: list[dict[str, Any]]) -> list[str]:
-    swept = [name for name in SWEPT if len({layout[name] for layout in layouts} - {None}) > 1]
-    asked = first.deployment
-    split = (
-        f"pp {asked.pp}" if "tp" in swept else f"rank {first.rank} of tp {asked.tp} × pp {asked.pp}"
-    )
-    said = [split, *([] if "kv_dtype" in swept else [first.kv_dtype]), _arena(first)]
-    columns = _columns(swept, {layout["packing"] for layout in layouts})
-    lines = alike(layouts)
-    rows = [[of(line) for of in columns.values()] for line in lines if line["error"] is None]
-    left = 2 + len(swept)
-    legend = (
-        "padding, and copies per block: of the worst group\n"
-        f"requests: of {USUAL_TOKENS:,} tokens, at once; ← the best"
-    )
-    parts = [f"{first.model.name}\n{', '.join(said)}"]
-    if rows:
-        parts += [table(list(columns), rows, num_left=left), legend]
-    choices = {(layout["order"], layout["packing"]) for layout in layouts}
-    return [*parts, *_reasons(lines, swept, len(choices))]
-
-
-def _columns(swept: list[str], packings: set[str]) -> dict[str, Cell]:
-    """What a line shows, by column; the slab only where there is room for it."""
-
-    def packing(line: dict[str, Any]) -> str:
-        every = len(packings) > 1 and len(line["packings"]) == len(packings)
-        return "any" if every else " ".join(line["packings"])
-
-    columns: dict[str, Cell] = {"order": lambda line: " ".join(line["orders"]), "packing": packing}
-    for name in swept:
-        columns[SWEPT[name]] = lambda line, name=name: str(line[name])
-    if not swept:
-        columns["slab"] = lambda line: human(line["slab_bytes"])
-    figures: dict[str, Cell] = {
-        "padding": lambda line: f"{line['padding']:.2%}",
-        "copies": lambda line: f"{max(line['descriptors_per_block'].values()):,}",
-        "requests": lambda line: (
-            f"{line['requests'][str(USUAL_TOKENS)]:,} {'←' if line['best'] else ' '}"
-        ),
-    }
-    return columns | figures
-
-
-def _reasons(lines: list[dict[str, Any]], swept: list[str], num_choices: int) -> list[str]:
-    """Every reason once, with the layouts that it bars."""
-    barred: dict[str, list[str]] = {}
-    for line in lines:
-        if line["error"] is not None:
-            which = [f"{SWEPT[name]} {line[name]}" for name in swept if line[name] is not None]
-            if not which or len(line["orders"]) * len(line["packings"]) < num_choices:
-                which += [*line["packings"], f"({' '.join(line['orders'])})"]
-            barred.setdefault(line["error"].partition(HINT)[0], []).append(" ".join(which))
-    return [
-        "\n".join(wrapped(f"{', '.join(names)}: {why}") for why, names in barred.items())
-    ] * bool(barred)
-
-
-def _arena(first: RankLayers) -> str:
-    budget = first.deployment.budget
-    if budget is None:
-        return f"{first.deployment.num_slabs:,} slabs"
-    return human(budget)
-
-
-# ── files ─────────────────────────────────────────────────────────────────────────────
-
-
-def _write(
-    document: dict[str, Any], csv_file: Path | None, html: Path | None, *, arena: str
-) -> None:
-    if csv_file == Path("-"):
-        typer.echo(as_csv(document), nl=False)
-    elif csv_file is not None:
-        write_file(csv_file, as_csv(document))
-        note(f"table written to {csv_file}")
-    if html is not None:
-        from kvstow import __version__
-        from kvstow.render.page import page
-
-        title = f"{document['model']}: layouts compared"
-        data = {"kvstow": __version__, "usual_tokens": USUAL_TOKENS, **document}
-        data |= {"lines": alike(document["layouts"]), "arena": f"arena {arena}"}
-        data["command"] = command_line()
-        write_file(html, page(title, data, ("sweep.js",)))
-        note(f"page written to {html}")
-
-
-def as_csv(document: dict[str, Any]) -> str:
-    """One line per layout, a header first."""
-    out = io.StringIO()
-    names = (
-        "model",
-        "tp",
-        "pp",
-        "block_tokens",
-        "kv_dtype",
-        "order",
-        "packing",
-        "best",
-        "slab_bytes",
-        "num_slabs",
-        "arena_bytes",
-        "padding",
-        "copies",
-        "bytes_per_token",
-        "requests",
-        "error",
-    )
-    writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for layout in document["layouts"]:
-        line = {"model": document["model"], "pp": document["pp"]} | layout
-        if layout["error"] is None:
-            line["copies"] = max(layout["descriptors_per_block"].values())
-            line["requests"] = layout["requests"][str(USUAL_TOKENS)]
-        writer.writerow(line)
-    return out.getvalue()
+    return [packing for packing in PACKINGS if packing in names]

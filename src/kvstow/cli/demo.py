@@ -1,12 +1,13 @@
 """`kvstow demo`: prefill in one process, pull over NIXL, decode in another."""
 
+import json as json_format
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import FAILED, INTERRUPTED, MISUSED, emit_json, refuse
+from kvstow.cli.output import FAILED, INTERRUPTED, MISUSED, Json, refuse
 from kvstow.errors import BackendMissing
 from kvstow.plan.layout import Order
 
@@ -83,7 +84,7 @@ def demo(
     memory: Memory = None,
     offload: Offload = None,
     kill_prefill: KillPrefill = False,
-    json: options.Json = False,
+    json: Json = False,
 ) -> None:
     """Prefill here, decode there, compare the answers.
 
@@ -120,7 +121,7 @@ def demo(
         typer.echo("interrupted: all processes of the demo have ended", err=True)
         raise typer.Exit(INTERRUPTED) from None
     if json:
-        emit_json(show.report())
+        typer.echo(json_format.dumps(show.report(), indent=2))
     if not show.identical:
         raise typer.Exit(FAILED)
 

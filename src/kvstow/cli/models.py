@@ -1,11 +1,12 @@
 """`kvstow models`: the models that are known by name."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from kvstow.cli import options
-from kvstow.cli.output import FAILED, emit_json, emit_text, refuse, table
+from kvstow.cli.output import FAILED, refuse, reporting
+from kvstow.text import table
 
 Words = Annotated[
     list[str] | None,
@@ -15,9 +16,46 @@ Words = Annotated[
         show_default=False,
     ),
 ]
+UNKNOWN = "kvstow models, without a word, lists all; other commands take a config.json, too"
+LEGEND = (
+    "kv bytes: per token of a request, in the model's own dtype; 0 where only windows\n"
+    "or states are kept. context: the most tokens of a request, as published;\n"
+    "* was not compared with a second source."
+)
 
 
-def models(words: Words = None, json: options.Json = False) -> None:
+@dataclass(frozen=True, slots=True)
+class ModelsReport:
+    """Models of the catalogue, a line each."""
+
+    models: list[dict[str, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"models": self.models}
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                model["name"],
+                model["family"],
+                f"{model['layers']:,}",
+                f"{model['kv_bytes_per_token']:,}",
+                _context(model),
+            )
+            for model in self.models
+        ]
+        columns = ("model", "family", "layers", "kv bytes", "context")
+        return f"{table(columns, rows, num_left=2)}\n\n{LEGEND}"
+
+
+def _context(model: dict[str, Any]) -> str:
+    if model["context"] is None:
+        return "– "
+    return f"{model['context']:,}{' ' if 'context' in model['checked'] else '*'}"
+
+
+@reporting
+def models(words: Words = None) -> ModelsReport:
     """Models known by name, and what a token costs in each."""
     from kvstow.plan.models.catalogue import close_names, matching
     from kvstow.plan.sizing.reports import catalogue_figures
@@ -30,36 +68,4 @@ def models(words: Words = None, json: options.Json = False) -> None:
             + (f"did you mean {', '.join(close)}?" if close else UNKNOWN),
             code=FAILED,
         )
-    known = [catalogue_figures(name) for name in names]
-    if json:
-        emit_json({"models": known})
-    else:
-        emit_text(_table(known), LEGEND)
-
-
-UNKNOWN = "kvstow models, without a word, lists all; other commands take a config.json, too"
-LEGEND = (
-    "kv bytes: per token of a request, in the model's own dtype; 0 where only windows\n"
-    "or states are kept. context: the most tokens of a request, as published;\n"
-    "* was not compared with a second source."
-)
-
-
-def _context(model: dict[str, Any]) -> str:
-    if model["context"] is None:
-        return "– "
-    return f"{model['context']:,}{' ' if 'context' in model['checked'] else '*'}"
-
-
-def _table(known: list[dict[str, Any]]) -> str:
-    rows = [
-        (
-            model["name"],
-            model["family"],
-            f"{model['layers']:,}",
-            f"{model['kv_bytes_per_token']:,}",
-            _context(model),
-        )
-        for model in known
-    ]
-    return table(("model", "family", "layers", "kv bytes", "context"), rows, num_left=2)
+    return ModelsReport([catalogue_figures(name) for name in names])

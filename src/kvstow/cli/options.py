@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstow.cli.output import MISUSED, note, refuse
+from kvstow.cli.output import MISUSED, STDOUT, note, refuse
 from kvstow.errors import ManifestError, ModelError, PlanError, TransferError
 from kvstow.plan.layout import ORDERS, Layout, Order, parse_order
 from kvstow.plan.pack import PACKINGS, Alignment, Demand, Packing
@@ -155,7 +155,6 @@ Align = Annotated[
         show_default=f"page={_USUAL.page} row={_USUAL.row} base={_USUAL.base}",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Name = Annotated[
     str | None,
     typer.Option("--name", help="Name to show in place of the model's own.", show_default=False),
@@ -273,21 +272,19 @@ def check_url(url: str) -> None:
         refuse(f"{url!r} is not a URL\n\nhint: for example http://127.0.0.1:8100", code=MISUSED)
 
 
-def check_store(path: Path) -> None:
-    """Ends with 2 where there is no store."""
+def check_store(path: Path) -> Path:
+    """The directory of a store; ends with 2 where there is none."""
     if not (path / "layout.json").exists():
         what = "no store there (layout.json is missing)" if path.is_dir() else "no such directory"
         inside = ", ".join(store.name for store in stores_of_ranks(path)[:8])
         hint = f"one of those in it: {inside}" if inside else "name the directory of a store"
         refuse(f"{path}: {what}\n\nhint: {hint}", code=MISUSED)
+    return path
 
 
 def stores_in(path: Path) -> list[Path]:
     """The store in a directory, or those in its folders. Ends with 2 where there is none."""
-    found = stores_of_ranks(path)
-    if not found:
-        check_store(path)
-    return found or [path]
+    return stores_of_ranks(path) or [check_store(path)]
 
 
 def stores_of_ranks(path: Path) -> list[Path]:
@@ -345,19 +342,34 @@ def named(text: str, *, one_rank: bool) -> Named:
 
 def _manifest(text: str) -> Layout | None:
     """The layout in a file, if the text is the path of a manifest."""
-    from kvstow.plan.manifest import MAX_BYTES, decode
-
     path = Path(text)
-    if "@" in text or not path.is_file():
+    if "@" in text or not path.is_file() or b'"kvstow"' not in read_manifest(path):
         return None
-    with path.open("rb") as stream:
-        data = stream.read(MAX_BYTES + 1)
-    if b'"kvstow"' not in data:
-        return None
+    return layout_in(path)
+
+
+def read_manifest(path: Path) -> bytes:
+    """As much of a file, or of stdin for `-`, as a manifest may have; ends with 2 where it cannot
+    be read."""
+    from kvstow.plan.manifest import MAX_BYTES
+
     try:
-        return decode(data)
+        if path == STDOUT:
+            return typer.get_binary_stream("stdin").read(MAX_BYTES + 1)
+        with path.open("rb") as stream:
+            return stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        refuse(f"{path}: cannot be read: {error.strerror}", code=MISUSED)
+
+
+def layout_in(path: Path) -> Layout:
+    """The layout in a manifest; ends with 2 where there is none."""
+    from kvstow.plan.manifest import decode
+
+    try:
+        return decode(read_manifest(path))
     except ManifestError as error:
-        refuse(f"{text}: {error}", code=MISUSED)
+        refuse(f"{path}: {error}", code=MISUSED)
 
 
 def _deployment(text: str) -> tuple[Deployment, int | None]:

@@ -6,26 +6,31 @@
 """
 
 import errno
-import json
-import sys
+import json as json_format
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from shlex import join
-from typing import Any, NoReturn, Protocol
+from textwrap import fill
+from typing import Annotated, Any, NoReturn, Protocol, runtime_checkable
 
 import typer
 from typer.core import TyperGroup
 
 from kvstow.errors import BackendMissing, KvstowError
-from kvstow.text import human as human
 
 WIDTH = 80
 HINT = "\n\nhint: "
+STDOUT = Path("-")
 
 FAILED = 1
 MISUSED = 2
 INTERRUPTED = 130
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 EXTRAS = {
     "aiohttp": "router",
@@ -46,10 +51,14 @@ SECTIONS = {
 """The commands as `kvstow --help` lists them."""
 
 
+# ── commands ──────────────────────────────────────────────────────────────────────────
+
+
 class CommandGroup(TyperGroup):
     """Commands that print their help where none is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta.setdefault(__name__, list(args))
         return super().parse_args(ctx, args or ["--help"])
 
 
@@ -58,17 +67,14 @@ class Commands(CommandGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The commands of each section, with what they do."""
-        width = max(len(name) for names in SECTIONS.values() for name in names)
+        width = max(map(len, self.commands))
         for section, names in SECTIONS.items():
-            known = {name: self.get_command(ctx, name) for name in names}
+            lines = [
+                (name.ljust(width), self.commands[name].get_short_help_str(formatter.width - width))
+                for name in names
+            ]
             with formatter.section(section):
-                formatter.write_dl(
-                    [
-                        (name.ljust(width), command.get_short_help_str(formatter.width - width))
-                        for name, command in known.items()
-                        if command is not None
-                    ]
-                )
+                formatter.write_dl(lines)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -89,23 +95,78 @@ class Commands(CommandGroup):
             refuse(f"{where}{error.strerror or error}", code=FAILED)
 
 
+def command_line(context: typer.Context) -> str:
+    """What was typed, as a shell takes it; pages show it."""
+    return join(["kvstow", *context.meta[__name__]])
+
+
+# ── reports ───────────────────────────────────────────────────────────────────────────
+
+
+class Report(Protocol):
+    """The answer to one question; `str` of it is what people read."""
+
+    def as_json(self) -> object: ...
+
+
+@runtime_checkable
+class Verdict(Protocol):
+    """A report whose answer may be no."""
+
+    @property
+    def failure(self) -> str | None:
+        """What is wrong, for stderr: the command ends with 1. None where nothing is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What `OPTION -` writes to stdout in place of a report."""
+
+    option: str
+    content: bytes
+
+
+def reporting(command: Callable[..., Report | Document]) -> Callable[..., None]:
+    """The command with --json: it prints the report that it makes."""
+
+    @wraps(command)
+    def run(*, json: bool, **options: Any) -> None:
+        report = command(**options)
+        show(report, json=json)
+        if isinstance(report, Verdict) and report.failure is not None:
+            refuse(report.failure, code=FAILED)
+
+    shape = signature(command)
+    option = Parameter("json", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+    shape = shape.replace(
+        parameters=[*shape.parameters.values(), option], return_annotation=Parameter.empty
+    )
+    run.__signature__ = shape  # pyright: ignore[reportAttributeAccessIssue]
+    run.__annotations__ = {each.name: each.annotation for each in shape.parameters.values()}
+    return run
+
+
+def show(report: Report | Document, *, json: bool) -> None:
+    """The report on stdout: its JSON document, or its text."""
+    if not isinstance(report, Document):
+        typer.echo(json_format.dumps(report.as_json(), indent=2) if json else str(report))
+    elif json:
+        refuse(
+            f"{report.option} - and --json both write a document to stdout{HINT}give one of them",
+            code=MISUSED,
+        )
+    else:
+        typer.get_binary_stream("stdout").write(report.content)
+
+
+# ── talk ──────────────────────────────────────────────────────────────────────────────
+
+
 def refuse(message: str, *, code: int) -> NoReturn:
     """Say on stderr what is wrong, and end with `code`."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(code)
-
-
-def write_file(file: Path, text: str | bytes) -> None:
-    """Write a file that was asked for; ends with 1 and its name where that fails.
-
-    Ends with 2 for `-`: whoever asks for it wants stdout, where the report goes.
-    """
-    if file == Path("-"):
-        refuse("stdout has the report, and cannot have this too\n\nhint: name a file", code=MISUSED)
-    try:
-        file.write_bytes(text.encode(errors="replace") if isinstance(text, str) else text)
-    except OSError as error:
-        refuse(f"{file}: cannot be written: {error.strerror}", code=FAILED)
 
 
 def note(message: str) -> None:
@@ -113,94 +174,35 @@ def note(message: str) -> None:
     typer.echo(f"note: {message}", err=True)
 
 
-class Report(Protocol):
-    """The answer to one question."""
+def write_file(file: Path, content: str | bytes, what: str) -> None:
+    """Write a file that was asked for, and say so; ends with 1 and its name where that fails.
 
-    def as_json(self) -> object: ...
-
-
-def show(report: Report, *, json: bool) -> None:
-    """The report on stdout: its JSON document, or its text."""
-    if json:
-        emit_json(report.as_json())
-    else:
-        typer.echo(str(report))
-
-
-def command_line() -> str:
-    """What was typed, as a shell takes it; pages show it."""
-    return join(["kvstow", *sys.argv[1:]])
-
-
-def is_terminal() -> bool:
-    """Whether somebody watches stdout."""
-    return sys.stdout.isatty()
+    Ends with 2 for `-`: stdout is the report's.
+    """
+    if file == STDOUT:
+        refuse(f"stdout has the report, and cannot have the {what} too{HINT}name a file", code=2)
+    try:
+        file.write_bytes(
+            content if isinstance(content, bytes) else content.encode(errors="replace")
+        )
+    except OSError as error:
+        refuse(f"{file}: cannot be written: {error.strerror}", code=FAILED)
+    note(f"{what} written to {file}")
 
 
 def slow_progress(what: str, *, after: float = 2.0) -> Callable[[int, int], None]:
     """Says on stderr how far something is, a line every `after` seconds."""
-    said = time.monotonic()
+    last = time.monotonic()
 
     def progress(done: int, total: int) -> None:
-        nonlocal said
-        if time.monotonic() - said > after:
-            said = time.monotonic()
+        nonlocal last
+        if time.monotonic() - last > after:
+            last = time.monotonic()
             note(f"{done:,} of {total:,} {what}")
 
     return progress
 
 
-def emit_json(document: object) -> None:
-    """The document on stdout, two spaces per level, in ASCII."""
-    typer.echo(json.dumps(document, indent=2))
-
-
-def emit_text(*parts: str) -> None:
-    """Paragraphs on stdout, an empty line between them."""
-    typer.echo("\n\n".join(parts))
-
-
-def table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    num_left: int = 1,
-    width: int = WIDTH,
-) -> str:
-    """Columns side by side: the first `num_left` start at the left, the others end at the
-    right. Never wider than `width`: what does not fit is folded."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for i, name in enumerate(columns):
-        made.add_column(name, justify="left" if i < num_left else "right", overflow="fold")
-    for row in rows:
-        made.add_row(*row)
-    console = Console(width=width, color_system=None, markup=False, highlight=False, emoji=False)
-    with console.capture() as capture:
-        console.print(made)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
 def wrapped(text: str, *, indent: str = "  ") -> str:
     """The text in lines of at most 80 columns, all but the first indented."""
-    from textwrap import fill
-
     return fill(text, WIDTH, subsequent_indent=indent)
-
-
-def exact(nbytes: int | float) -> str:
-    """`2,097,152 bytes (2 MiB)`."""
-    text = f"{nbytes:,}" if isinstance(nbytes, int) else f"{nbytes:,.2f}"
-    beside = f" ({human(nbytes)})" if nbytes >= 1024 else ""
-    return f"{text} {'byte' if nbytes == 1 else 'bytes'}{beside}"
-
-
-def duration(seconds: float) -> str:
-    """`54.4 ms`: three digits."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"

@@ -1,31 +1,31 @@
 """`kvstow plan`: the layout of a model, and what it costs and holds."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.options import check_arena, on_rank
-from kvstow.cli.output import (
-    MISUSED,
-    emit_json,
-    emit_text,
-    exact,
-    human,
-    note,
-    refuse,
-    slow_progress,
-    table,
-    write_file,
+from kvstow.cli.output import STDOUT, Document, reporting, slow_progress, write_file
+from kvstow.plan.retention import short_name
+from kvstow.plan.sizing.capacity import (
+    bytes_per_token,
+    fixed_bytes,
+    max_requests,
+    max_tokens,
+    request_bytes,
 )
 from kvstow.plan.sizing.plan import Deployment, Plan
-from kvstow.plan.sizing.reports import LENGTHS, padding_fractions, plan_figures, tensor_bytes
+from kvstow.plan.sizing.reports import (
+    LENGTHS,
+    descriptors,
+    padding_fractions,
+    plan_figures,
+    tensor_bytes,
+)
+from kvstow.text import human, table
 
-if TYPE_CHECKING:
-    from kvstow.plan.layout import Layout
-
-STDOUT = Path("-")
 Tokens = Annotated[
     int | None,
     typer.Option(
@@ -34,6 +34,119 @@ Tokens = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """The layout of one rank, and what fits of requests of these lengths."""
+
+    plan: Plan
+    lengths: Sequence[int]
+
+    def as_json(self) -> dict[str, Any]:
+        return plan_figures(self.plan, self.lengths)
+
+    def __str__(self) -> str:
+        return "\n\n".join(self._parts())
+
+    def _parts(self) -> Iterator[str]:
+        from kvstow.render.text import are_rows, rows_picture, slab_picture
+
+        layout = self.plan.layout
+        yield self._heading()
+        yield self._groups()
+        yield slab_picture(layout)
+        if are_rows(layout) and any(rows.rows_per_slab > 1 for rows in layout.groups):
+            yield rows_picture(layout)
+        yield self._moving()
+        yield from self._holding()
+
+    def _heading(self) -> str:
+        from kvstow.plan.manifest import fingerprint
+
+        plan, layout, split = self.plan, self.plan.layout, self.plan.deployment
+        return (
+            f"{layout.model}\n"
+            f"rank {plan.rank} of tp {split.tp} × pp {split.pp}, {plan.held.kv_dtype}, order "
+            f"{layout.order}, packing {split.packing}\n"
+            f"arena {human(layout.nbytes)} in one region: {layout.num_slabs:,} slabs of "
+            f"{_exact(layout.slab_bytes)}\n"
+            f"fingerprint {fingerprint(layout)}"
+        )
+
+    def _groups(self) -> str:
+        layout = self.plan.layout
+        rows = [
+            (
+                rows.group.name,
+                short_name(rows.group.retention),
+                f"{len(rows.group.layers):,}",
+                f"{rows.group.block_tokens:,}",
+                f"{layout.row_bytes(g):,}",
+                f"{rows.rows_per_slab:,}",
+                f"{padding:.2%}",
+            )
+            for g, (rows, padding) in enumerate(
+                zip(layout.groups, padding_fractions(layout), strict=True)
+            )
+        ]
+        columns = ("group", "keeps", "layers", "tokens", "row bytes", "rows/slab", "padding")
+        return table(columns, rows, num_left=2)
+
+    def _moving(self) -> str:
+        layout = self.plan.layout
+        rows = [
+            (
+                rows.group.name,
+                f"{copies:,}",
+                f"{layout.row_bytes(g):,}",
+                human(layout.row_bytes(g)),
+                f"{rows.group.num_tensors:,}",
+                human(tensor_bytes(rows.group)),
+            )
+            for g, (rows, copies) in enumerate(zip(layout.groups, descriptors(layout), strict=True))
+        ]
+        return table(("moving one block of", "copies", "bytes", "", "per layer", "each ≤"), rows)
+
+    def _holding(self) -> Iterator[str]:
+        plan, layout = self.plan, self.plan.layout
+        fitting = [(plan.max_requests(tokens=n), max_requests(layout, n)) for n in self.lengths]
+        is_less = any(everywhere != here for everywhere, here in fitting)
+        rows = [
+            (
+                f"{n:,}",
+                f"{request_bytes(layout, n):,}",
+                human(request_bytes(layout, n)),
+                *(f"{count:,}" for count in (counts if is_less else counts[:1])),
+            )
+            for n, counts in zip(self.lengths, fitting, strict=True)
+        ]
+        ends = [n for each in plan.stages if (n := max_tokens(each)) is not None]
+        longest = f"{min(ends):,} tokens" if ends else "any length"
+        yield f"one request: {self._cost()}\nthe longest that fits: {longest}"
+        columns = ["tokens per request", "bytes", "", "requests at once"]
+        yield table([*columns, f"on rank {plan.rank}"][: len(rows[0])], rows, num_left=0)
+        if is_less:
+            yield (
+                f"A request is on all {plan.deployment.num_ranks} ranks at once: rank "
+                f"{plan.limiting_rank} limits how many fit."
+            )
+
+    def _cost(self) -> str:
+        """The part that does not grow, and the part that does, as far as there are any."""
+        fixed, growth = fixed_bytes(self.plan.layout), bytes_per_token(self.plan.layout)
+        if not growth:
+            return f"{_exact(fixed)} at most, whatever its length"
+        each = f"{_exact(growth.numerator if growth.denominator == 1 else float(growth))} per token"
+        return f"{_exact(fixed)} fixed at most,\n             and {each}" if fixed else each
+
+
+def _exact(nbytes: int | float) -> str:
+    """`2,097,152 bytes (2 MiB)`."""
+    text = f"{nbytes:,}" if isinstance(nbytes, int) else f"{nbytes:,.2f}"
+    beside = f" ({human(nbytes)})" if nbytes >= 1024 else ""
+    return f"{text} {'byte' if nbytes == 1 else 'bytes'}{beside}"
+
+
+@reporting
 def plan(
     model: options.ModelName,
     tp: options.Tp = 1,
@@ -50,10 +163,9 @@ def plan(
     name: options.Name = None,
     manifest: options.ManifestFile = None,
     html: options.HtmlFile = None,
-    json: options.Json = False,
-) -> None:
+) -> PlanReport | Document:
     """The layout of a model, what it costs and what fits."""
-    check_arena(memory, num_slabs)
+    options.check_arena(memory, num_slabs)
     deployment = Deployment(
         model=model,
         name=name,
@@ -67,128 +179,15 @@ def plan(
         num_slabs=num_slabs,
         alignment=options.alignment(align or ()),
     )
-    found = Plan.of(on_rank(deployment, rank))
-    if manifest is not None:
-        _write_manifest(manifest, found.layout, json=json)
+    made = Plan.of(options.on_rank(deployment, rank))
     if html is not None:
         from kvstow.render.plan_page import plan_page
 
-        write_file(html, plan_page(found, slow_progress("plans for the page")))
-        note(f"page written to {html}")
-    if manifest == STDOUT:
-        return
-    figures = plan_figures(found, LENGTHS if tokens is None else (tokens,))
-    if json:
-        emit_json(figures)
-    else:
-        emit_text(*_report(found, figures))
+        write_file(html, plan_page(made, slow_progress("plans for the page")), "page")
+    if manifest is not None:
+        from kvstow.plan.manifest import encode
 
-
-def _write_manifest(file: Path, layout: "Layout", *, json: bool) -> None:
-    """The manifest in a file; on stdout, where it is all that is written there."""
-    from kvstow.plan.manifest import encode
-
-    if file != STDOUT:
-        write_file(file, encode(layout))
-        note(f"manifest written to {file}")
-        return
-    if json:
-        refuse(
-            "--manifest - and --json both write a document to stdout\n\nhint: give one of them",
-            code=MISUSED,
-        )
-    typer.get_binary_stream("stdout").write(encode(layout))
-
-
-def _report(plan: Plan, figures: dict[str, Any]) -> list[str]:
-    from kvstow.render.text import are_rows, rows_picture, slab_picture
-
-    layout = plan.layout
-    parts = [_heading(plan, figures), _groups(layout, figures), slab_picture(layout)]
-    if are_rows(layout) and any(rows.rows_per_slab > 1 for rows in layout.groups):
-        parts.append(rows_picture(layout))
-    parts += [_moving(layout, figures), _holding(figures)]
-    return parts
-
-
-def _heading(plan: Plan, figures: dict[str, Any]) -> str:
-    asked = plan.deployment
-    return (
-        f"{figures['model']}\n"
-        f"rank {plan.rank} of tp {asked.tp} × pp {asked.pp}, {figures['kv_dtype']}, order "
-        f"{figures['order']}, packing {asked.packing}\n"
-        f"arena {human(figures['arena_bytes'])} in one region: {figures['num_slabs']:,} slabs of "
-        f"{exact(figures['slab_bytes'])}\n"
-        f"fingerprint {figures['fingerprint']}"
-    )
-
-
-def _groups(layout: "Layout", figures: dict[str, Any]) -> str:
-    rows = [
-        (
-            group["name"],
-            group["retention"],
-            f"{len(group['layers']):,}",
-            f"{group['block_tokens']:,}",
-            f"{group['row_bytes']:,}",
-            f"{group['rows_per_slab']:,}",
-            f"{padding:.2%}",
-        )
-        for group, padding in zip(figures["groups"], padding_fractions(layout), strict=True)
-    ]
-    columns = ("group", "keeps", "layers", "tokens", "row bytes", "rows/slab", "padding")
-    return table(columns, rows, num_left=2)
-
-
-def _moving(layout: "Layout", figures: dict[str, Any]) -> str:
-    transfer = figures["transfer"]
-    rows = [
-        (
-            rows.group.name,
-            f"{transfer['descriptors_per_block'][rows.group.name]:,}",
-            f"{transfer['bytes_per_block'][rows.group.name]:,}",
-            human(transfer["bytes_per_block"][rows.group.name]),
-            f"{rows.group.num_tensors:,}",
-            human(tensor_bytes(rows.group)),
-        )
-        for rows in layout.groups
-    ]
-    columns = ("moving one block of", "copies", "bytes", "", "per layer", "each ≤")
-    return table(columns, rows)
-
-
-def _holding(figures: dict[str, Any]) -> str:
-    request, capacity = figures["request"], figures["capacity"]
-    mine = capacity["this_rank"]
-    is_less = mine["requests"] != capacity["requests"]
-    rows = [
-        (
-            f"{int(n):,}",
-            f"{nbytes:,}",
-            human(nbytes),
-            f"{capacity['requests'][n]:,}",
-            *([f"{mine['requests'][n]:,}"] if is_less else []),
-        )
-        for n, nbytes in request["at_tokens"].items()
-    ]
-    longest = "any length" if capacity["tokens"] is None else f"{capacity['tokens']:,} tokens"
-    columns = ("tokens per request", "bytes", "", "requests at once")
-    parts = [
-        f"one request: {_cost(request)}\nthe longest that fits: {longest}",
-        table((*columns, f"on rank {figures['rank']}") if is_less else columns, rows, num_left=0),
-    ]
-    if is_less:
-        parts.append(
-            f"A request is on all {figures['tp'] * figures['pp']} ranks at once: rank "
-            f"{capacity['limiting_rank']} limits how many fit."
-        )
-    return "\n\n".join(parts)
-
-
-def _cost(request: dict[str, Any]) -> str:
-    """The part that does not grow, and the part that does, as far as there are any."""
-    fixed, growth = request["fixed_bytes"], request["bytes_per_token"]
-    if not growth:
-        return f"{exact(fixed)} at most, whatever its length"
-    each = f"{exact(growth)} per token"
-    return f"{exact(fixed)} fixed at most,\n             and {each}" if fixed else each
+        if manifest == STDOUT:
+            return Document("--manifest", encode(made.layout))
+        write_file(manifest, encode(made.layout), "manifest")
+    return PlanReport(made, LENGTHS if tokens is None else (tokens,))

@@ -1,16 +1,14 @@
-"""`kvstow store inspect|verify|prune URL`: stores on S3, Redis and Valkey."""
+"""Stores on S3, Redis and Valkey, as `kvstow store` and `kvstow why` see them."""
 
-import re
-import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvstow.cli.output import FAILED, MISUSED, emit_json, emit_text, human, refuse, table
+from kvstow.cli.output import MISUSED, refuse
 from kvstow.errors import StoreError
+from kvstow.text import human, table
 
 if TYPE_CHECKING:
     from kvstow.offload.remote.client import BlobClient
@@ -19,20 +17,11 @@ if TYPE_CHECKING:
 PATIENCE = 10
 """Seconds that a look-up of the command line may take; an engine's budget is far less."""
 
-_AGE = re.compile(r"([0-9]{1,9})([smhd])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-def age(text: str) -> float:
-    """The seconds that `90s`, `30m`, `12h` or `7d` are."""
-    match = _AGE.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not an age: for example 90s, 30m, 12h or 7d")
-    return int(match[1]) * _SECONDS[match[2]]
+COLUMNS = ["tenant", "model", "identity", "layout", "order", "tp", "pp", "rows", "bytes", "newest"]
 
 
 @contextmanager
-def _opened(url: str) -> "Generator[BlobClient]":
+def client_at(url: str) -> "Generator[BlobClient]":
     """A client of the store; ends with 2 where the URL names none."""
     from kvstow.offload.remote.url import opened, parse
 
@@ -41,20 +30,18 @@ def _opened(url: str) -> "Generator[BlobClient]":
     except StoreError as error:
         refuse(str(error), code=MISUSED)
     client, _ = opened(url)
-    try:
+    with closing(client):
         yield client
-    finally:
-        client.close()
 
 
-def opened_store(url: str, identity: str) -> "Store":
+def open_remote_store(url: str, identity: str) -> "Store":
     """The store at a URL, as the writers of one computation see it; ends with 2 where there is
     none, or where there are several and `identity` does not choose."""
     from kvstow.offload.remote.collect import writers
     from kvstow.offload.remote.url import parse
     from kvstow.offload.store import Store
 
-    with _opened(url) as client:
+    with client_at(url) as client:
         tenant = parse(url)[2].tenant
         layouts = {
             known: writer.layout
@@ -74,19 +61,29 @@ def opened_store(url: str, identity: str) -> "Store":
     return Store(remote=patient).bind(layout)
 
 
-def inspect(url: str, *, json: bool) -> None:
-    """Show what a remote store holds, by tenant and layout."""
+@dataclass(frozen=True, slots=True)
+class RemoteReport:
+    """What a remote store holds, by tenant and layout."""
+
+    facts: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        return self.facts
+
+    def __str__(self) -> str:
+        facts = self.facts
+        head = f"{facts['url']}: {facts['rows']:,} rows, {human(facts['bytes'])}"
+        if not facts["layouts"]:
+            return head
+        return f"{head}\n\n{table(COLUMNS, map(_line, facts['layouts']), num_left=7)}"
+
+
+def inspect(url: str) -> RemoteReport:
+    """What a remote store holds."""
     from kvstow.offload.remote.collect import survey
 
-    with _opened(url) as client:
-        found = survey(client)
-    if json:
-        emit_json(found)
-        return
-    emit_text(f"{found['url']}: {found['rows']:,} rows, {human(found['bytes'])}")
-    if found["layouts"]:
-        heads = ["tenant", "model", "identity", "layout", "order", "tp", "pp", "rows", "bytes"]
-        emit_text(table([*heads, "newest"], [_line(one) for one in found["layouts"]]))
+    with client_at(url) as client:
+        return RemoteReport(survey(client))
 
 
 def _line(one: dict[str, Any]) -> list[str]:
@@ -104,41 +101,3 @@ def _line(one: dict[str, Any]) -> list[str]:
         human(one["bytes"]),
         "" if newest is None else f"{datetime.fromtimestamp(newest):%Y-%m-%d %H:%M:%S}",
     ]
-
-
-def verify(url: str, *, json: bool) -> None:
-    """Read every row of a remote store; ends with 1 if some were damaged."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from kvstow.offload.remote.collect import verify as verified
-
-    quiet = json or not sys.stderr.isatty()
-    with _opened(url) as client, Progress(console=Console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task("rows", total=None)
-        found = verified(client, lambda rows: bar.advance(task, rows))
-    damaged = [{"name": name, "reason": reason} for name, reason in found.damaged]
-    if json:
-        facts = {"ok": not damaged, "rows": found.rows, "bytes": found.nbytes, "damaged": damaged}
-        emit_json(facts)
-    else:
-        emit_text(f"{found.rows:,} rows, {human(found.nbytes)} read: {len(damaged):,} damaged")
-        emit_text(*(f"{name}: {reason}" for name, reason in found.damaged[:20]))
-    if damaged:
-        raise typer.Exit(FAILED)
-
-
-def prune(
-    url: str, *, to: int | None, tenant_to: int | None, older_than: float | None, json: bool
-) -> None:
-    """Remove rows of a remote store, the oldest first, and leave the count for writers."""
-    from kvstow.offload.remote.collect import collect
-
-    with _opened(url) as client:
-        done = collect(client, most=to, most_by_tenant=tenant_to, older_than=older_than)
-    before, after = done.left.nbytes + done.nbytes, done.left.nbytes
-    if json:
-        facts = {"rows": done.rows, "bytes_before": before, "bytes_after": after}
-        emit_json(facts | {"tenants": done.left.tenants})
-    else:
-        emit_text(f"{done.rows:,} rows dropped, {human(before)} before, {human(after)} now")

@@ -1,32 +1,33 @@
 """`kvstow route`: what moving blocks from one layout to another costs."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from itertools import chain
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.options import Named, named
-from kvstow.cli.output import (
-    duration,
-    emit_json,
-    emit_text,
-    human,
-    note,
-    table,
-    wrapped,
-    write_file,
-)
-from kvstow.errors import RouteError
+from kvstow.cli.options import Named
+from kvstow.cli.output import reporting, wrapped, write_file
 from kvstow.plan.layout import ORDERS, Layout, Order
+from kvstow.plan.sizing.reports import plain
+from kvstow.text import human, table
 
 if TYPE_CHECKING:
     from kvstow.route.price import Link, Price, RequestPrice
     from kvstow.route.route import Claims, Route
+
+WAYS = {
+    "mapped": "each copied out of memory of the same node",
+    "direct": "each move a read or a write of its own",
+    "slots": "gathered into slots, which travel whole",
+}
+CHANGES = {"from": "another order in FROM", "to": "another order in TO", "both": "one in both"}
+"""The sides whose order may change."""
 
 SPEC_HELP = "A manifest, or MODEL@tp=2,pp=1,rank=0,order=BHLNC,block_tokens=64,packing=slab."
 
@@ -49,70 +50,321 @@ LinkName = Annotated[
 NumTokens = Annotated[int, typer.Option("--tokens", min=1, help="Request length in tokens.")]
 
 
+# ── the report ────────────────────────────────────────────────────────────────────────
+
+
+class RankRoute(NamedTuple):
+    """One source rank's part: which of the layouts, the route, and what it is limited to."""
+
+    place: int
+    route: "Route"
+    claims: "Claims | None"
+
+
+class OtherOrders(NamedTuple):
+    """The quickest pair of orders where one side's order may change, or both."""
+
+    change: str
+    orders: tuple[Order, Order]
+    price: "RequestPrice"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteReport:
+    """What moving a request costs: by group, by source rank, by way, and in other orders."""
+
+    source: Named
+    destination: Named
+    routes: Sequence[RankRoute]
+    link: "Link"
+    tokens: int
+
+    @property
+    def layout(self) -> Layout:
+        """The destination's."""
+        return self.destination.layouts[0]
+
+    @property
+    def orders(self) -> tuple[Order, Order]:
+        return self.source.layouts[0].order, self.layout.order
+
+    @cached_property
+    def groups(self) -> "list[Price]":
+        """Of one block of each destination group, from all sources."""
+        from kvstow.route.price import price
+
+        pairs = [pair for each in self.routes for pair in each.route.pairs]
+        return [
+            price(pair for pair in pairs if pair.groups[1] == g)
+            for g in range(len(self.layout.groups))
+        ]
+
+    @cached_property
+    def prices(self) -> "list[RequestPrice]":
+        """Of the request, by source rank."""
+        return self._priced([each.route for each in self.routes])
+
+    def _priced(self, routes: "Sequence[Route]") -> "list[RequestPrice]":
+        from kvstow.route.price import RequestPrice
+
+        return [RequestPrice.of(route, self.tokens, self.link) for route in routes]
+
+    @cached_property
+    def total(self) -> "RequestPrice":
+        from kvstow.route.price import RequestPrice
+
+        return RequestPrice.total(self.prices)
+
+    @cached_property
+    def cheapest(self) -> list[OtherOrders]:
+        """The quickest orders by the way that an agent takes; those that there are, where none is
+        quicker."""
+        present = self.orders
+        pairs: dict[str, list[tuple[Order, Order]]] = {
+            "from": [(order, present[1]) for order in ORDERS],
+            "to": [(present[0], order) for order in ORDERS],
+            "both": [(order, order) for order in ORDERS],
+        }
+        prices = {pair: self._reordered(*pair) for pair in {present, *chain(*pairs.values())}}
+        best = {
+            change: min((present, *some), key=lambda pair: prices[pair].seconds)
+            for change, some in pairs.items()
+        }
+        return [OtherOrders(change, pair, prices[pair]) for change, pair in best.items()]
+
+    def _reordered(self, here: Order, there: Order) -> "RequestPrice":
+        """What it costs when the same parts come from the same ranks in other orders."""
+        from kvstow.route.price import RequestPrice
+        from kvstow.route.route import plan_route
+
+        layouts, (destination,) = self.source.reordered(here), self.destination.reordered(there)
+        routes = [
+            plan_route(layouts[each.place], destination, claims=each.claims) for each in self.routes
+        ]
+        return RequestPrice.total(self._priced(routes))
+
+    # ── JSON ──────────────────────────────────────────────────────────────────────
+
+    def as_json(self) -> dict[str, Any]:
+        link, total = self.link, self.total
+        sizes = [group for group in self.groups if group.lanes]
+        return {
+            "model": self.layout.model,
+            "from": self.source.text,
+            "to": self.destination.text,
+            "orders": list(self.orders),
+            "lanes": sum(group.lanes for group in self.groups),
+            "moves_per_block": _number(total.copies_per_block),
+            "bytes_per_block": _number(total.bytes_per_block),
+            "min_move_bytes": min((group.min_copy_bytes for group in sizes), default=0),
+            "max_move_bytes": max((group.max_copy_bytes for group in sizes), default=0),
+            "groups": [self._group(g) for g in range(len(self.groups))],
+            "sources": [
+                self._source(each, price)
+                for each, price in zip(self.routes, self.prices, strict=True)
+            ],
+            "request": {"tokens": self.tokens, "moves": total.copies, "bytes": total.nbytes},
+            "link": {
+                "name": link.name,
+                "bytes_per_second": link.bytes_per_second,
+                "seconds_per_move": link.seconds_per_copy,
+                "is_one_node": link.is_one_node,
+            },
+            "ways": total.ways,
+            "way": total.way,
+            "seconds": total.seconds,
+            "cheapest": [
+                {
+                    "change": change,
+                    "orders": list(orders),
+                    "moves_per_block": _number(price.copies_per_block),
+                    "request_moves": price.copies,
+                    "way": price.way,
+                    "seconds": price.seconds,
+                    "saved_seconds": total.seconds - price.seconds,
+                }
+                for change, orders, price in self.cheapest
+            ],
+        }
+
+    def _group(self, g: int) -> dict[str, Any]:
+        group, block = self.layout.groups[g].group, self.groups[g]
+        count = group.rows_needed(self.tokens)
+        return {
+            "name": group.name,
+            "block_tokens": group.block_tokens,
+            "source_block_tokens": self._source_tokens(g),
+            "lanes": block.lanes,
+            "moves_per_block": _number(block.copies),
+            "bytes_per_block": _number(block.nbytes),
+            "min_move_bytes": block.min_copy_bytes,
+            "max_move_bytes": block.max_copy_bytes,
+            "request_moves": ceil(block.copies * count),
+            "request_bytes": ceil(block.nbytes * count),
+        }
+
+    def _source_tokens(self, g: int) -> list[int]:
+        pairs = [pair for each in self.routes for pair in each.route.pairs if pair.groups[1] == g]
+        return sorted({pair.source.block_tokens for pair in pairs})
+
+    def _source(self, source: RankRoute, price: "RequestPrice") -> dict[str, Any]:
+        layout = self.source.layouts[source.place]
+        return {
+            "rank": self.source.ranks[source.place],
+            "tp_rank": layout.tp[0],
+            "pp_rank": layout.pp[0],
+            "moves_per_block": _number(price.copies_per_block),
+            "bytes_per_block": _number(price.bytes_per_block),
+            "way": price.way,
+            "seconds": price.seconds,
+        }
+
+    # ── text ──────────────────────────────────────────────────────────────────────
+
+    def __str__(self) -> str:
+        return "\n\n".join(self._parts())
+
+    def _parts(self) -> Iterator[str]:
+        here, there = self.orders
+        yield (
+            f"{self.layout.model}\n{self.source.text} ({here}) → {self.destination.text} ({there})"
+        )
+        groups = [
+            (
+                rows.group.name,
+                f"{'/'.join(map(str, self._source_tokens(g)))} → {rows.group.block_tokens}",
+                f"{_number(block.copies):,}",
+                f"{_number(block.nbytes):,}",
+                f"{block.min_copy_bytes:,}",
+                f"{block.max_copy_bytes:,}",
+            )
+            for g, (rows, block) in enumerate(zip(self.layout.groups, self.groups, strict=True))
+        ]
+        yield table(("group", "tokens", "moves", "bytes", "smallest", "largest"), groups)
+        yield (
+            "per destination block that has no neighbour of its request beside it;\n"
+            "moves of neighbouring blocks are joined where both sides allow it"
+        )
+        sources = [
+            (
+                str(self.source.ranks[each.place]),
+                *(str(rank[0]) for rank in (each.route.source.tp, each.route.source.pp)),
+                f"{_number(price.copies_per_block):,}",
+                f"{_number(price.bytes_per_block):,}",
+            )
+            for each, price in zip(self.routes, self.prices, strict=True)
+        ]
+        yield table(("from rank", "tp", "pp", "moves", "bytes"), sources)
+        link, total = self.link, self.total
+        yield wrapped(
+            f"{self.tokens:,} tokens: {total.copies:,} moves, {human(total.nbytes)}, "
+            f"about {_duration(total.seconds)} on {link.name} "
+            f"({link.bytes_per_second / 1e9:g} GB/s, {link.seconds_per_copy * 1e6:g} µs per move)"
+        )
+        ways = [
+            (f"{way} ←" if way in total.way else way, WAYS[way], _duration(seconds))
+            for way, seconds in total.ways.items()
+        ]
+        yield table(("way", "moves are", "time"), ways, num_left=2) + "\n\n← what an agent takes"
+        yield self._orders_text()
+
+    def _orders_text(self) -> str:
+        total, others = self.total, self.cheapest
+        lines = [("as given", self.orders, total)]
+        lines += [(CHANGES[each.change], each.orders, each.price) for each in others]
+        least = min(price.seconds for *_, price in lines)
+        rows = [
+            (
+                name,
+                " → ".join(orders),
+                f"{_number(price.copies_per_block):,}",
+                price.way,
+                f"{_duration(price.seconds)} {' ←'[price.seconds == least]}",
+            )
+            for name, orders, price in lines
+        ]
+        shown = table(("with", "orders", "moves per block", "way", "time"), rows, num_left=2)
+        saved = total.seconds - least
+        if not saved:
+            return f"{shown}\n\n← no order is quicker than as given"
+        return (
+            f"{shown}\n\n← {_duration(saved)} less than as given: {saved / total.seconds:.0%} saved"
+        )
+
+    def page(self) -> str:
+        """The page: every copy as a band."""
+        from kvstow import __version__
+        from kvstow.render.data import group_records
+        from kvstow.render.page import page
+        from kvstow.render.svg import layout_svg
+
+        routes = {f"rank {self.source.ranks[each.place]}": each.route for each in self.routes}
+        groups = group_records(routes, self.layout)
+        data = {"kvstow": __version__, "cost": self.as_json(), "groups": groups}
+        title, still = f"{self.layout.model}: route", layout_svg(self.layout)
+        return page(title, data, ("route.js",), still=still)
+
+
+def _number(value: Fraction) -> int | float:
+    return plain(value) if value.denominator == 1 else round(float(value), 3)
+
+
+def _duration(seconds: float) -> str:
+    """`54.4 ms`: three digits."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────
+
+
+@reporting
 def route(
     source: From,
     destination: To,
     link: LinkName = "ib400",
     tokens: NumTokens = 8192,
     html: options.HtmlFile = None,
-    json: options.Json = False,
-) -> None:
+) -> RouteReport:
     """What moving blocks between two layouts costs."""
-    line = link_named(link)
-    here, there = named(source, one_rank=False), named(destination, one_rank=True)
-    routes = _rank_routes(here.layouts, there.layouts[0])
-    document = _document(here, there, routes, line, tokens)
+    line = _link(link)
+    here, there = (
+        options.named(source, one_rank=False),
+        options.named(destination, one_rank=True),
+    )
+    report = RouteReport(
+        source=here,
+        destination=there,
+        routes=_rank_routes(here.layouts, there.layouts[0]),
+        link=line,
+        tokens=tokens,
+    )
     if html is not None:
-        write_file(html, _page(document, here, there, routes))
-        note(f"page written to {html}")
-    if json:
-        emit_json(document)
-    else:
-        emit_text(*_report(document))
+        write_file(html, report.page(), "page")
+    return report
 
 
-@dataclass(frozen=True, slots=True)
-class RankRoute:
-    """One source rank's part: which of the layouts, the route, and what it is limited to."""
-
-    index: int
-    route: "Route"
-    claims: "Claims | None"
-
-
-def _rank_routes(layouts: Sequence[Layout], destination: Layout) -> tuple[RankRoute, ...]:
+def _rank_routes(layouts: Sequence[Layout], destination: Layout) -> list[RankRoute]:
     """All ranks of the source if there are several to choose from, else the one."""
     from kvstow.route.route import plan_route
     from kvstow.route.sources import sources
 
-    if len(layouts) > 1:
-        try:
-            found = sources(layouts, destination)
-        except RouteError as error:
-            raise RouteError(_said_once(error.differences)) from error
-        return tuple(RankRoute(source.index, source.route, source.claims) for source in found)
-    return (RankRoute(0, plan_route(layouts[0], destination), None),)
+    if len(layouts) == 1:
+        return [RankRoute(0, plan_route(layouts[0], destination), None)]
+    return [
+        RankRoute(each.index, each.route, each.claims) for each in sources(layouts, destination)
+    ]
 
 
-def _said_once(differences: Sequence[str]) -> tuple[str, ...]:
-    """What several sources have in common, as one line."""
-    ranks: dict[str, list[str]] = {}
-    for text in differences:
-        of_one = re.fullmatch(r"source (\d+): (.*)", text, re.DOTALL)
-        if of_one is None:
-            ranks[text] = []
-        else:
-            ranks.setdefault(of_one[2], []).append(of_one[1])
-    return tuple(f"source {', '.join(of)}: {what}" if of else what for what, of in ranks.items())
-
-
-def link_named(text: str) -> "Link":
-    """A known link, or `GIGABYTES:MICROS` of a network."""
+def _link(text: str) -> "Link":
+    """A links link, or `GIGABYTES:MICROS` of a network."""
     from kvstow.route.price import LINKS, Link
 
-    known = {link.name: link for link in LINKS}
-    if text in known:
-        return known[text]
+    links = {link.name: link for link in LINKS}
+    if text in links:
+        return links[text]
     rate, _, cost = text.partition(":")
     try:
         link = Link(
@@ -120,7 +372,7 @@ def link_named(text: str) -> "Link":
         )
     except ValueError:
         raise typer.BadParameter(
-            f"{text!r} is not a link\n\nhint: one of {', '.join(known)}, or 12.5:5 for 12.5 GB/s "
+            f"{text!r} is not a link\n\nhint: one of {', '.join(links)}, or 12.5:5 for 12.5 GB/s "
             "and 5 µs per copy",
             param_hint="'--link'",
         ) from None
@@ -129,288 +381,3 @@ def link_named(text: str) -> "Link":
             f"{text!r}: a rate above 0 and a cost of at least 0 are needed", param_hint="'--link'"
         )
     return link
-
-
-def _document(
-    here: Named, there: Named, routes: Sequence[RankRoute], link: "Link", tokens: int
-) -> dict[str, Any]:
-    from kvstow.route.price import RequestPrice
-
-    destination = there.layouts[0]
-    groups = [
-        _group(destination, g, [each.route for each in routes], tokens)
-        for g in range(len(destination.groups))
-    ]
-    prices = [RequestPrice.of(each.route, tokens, link) for each in routes]
-    sizes = [group for group in groups if group["lanes"]]
-    return {
-        "model": destination.model,
-        "from": here.text,
-        "to": there.text,
-        "orders": [here.layouts[0].order, destination.order],
-        "lanes": sum(group["lanes"] for group in groups),
-        "moves_per_block": _number(sum(Fraction(group["moves_per_block"]) for group in groups)),
-        "bytes_per_block": _number(sum(Fraction(group["bytes_per_block"]) for group in groups)),
-        "min_move_bytes": min((group["min_move_bytes"] for group in sizes), default=0),
-        "max_move_bytes": max((group["max_move_bytes"] for group in sizes), default=0),
-        "groups": groups,
-        "sources": [
-            _source(here, destination, each, price)
-            for each, price in zip(routes, prices, strict=True)
-        ],
-        "request": {
-            "tokens": tokens,
-            "moves": sum(price.copies for price in prices),
-            "bytes": sum(price.nbytes for price in prices),
-        },
-        "link": {
-            "name": link.name,
-            "bytes_per_second": link.bytes_per_second,
-            "seconds_per_move": link.seconds_per_copy,
-            "is_one_node": link.is_one_node,
-        },
-        "ways": _ways(prices, link),
-        **_taken(prices),
-        "cheapest": cheapest(here, there, routes, link, tokens),
-    }
-
-
-def _ways(prices: "Sequence[RequestPrice]", link: "Link") -> dict[str, float]:
-    """Seconds of each way that the link has."""
-    by_rank = [link.ways(price.copies, price.nbytes) for price in prices]
-    return {way: sum(ways[way] for ways in by_rank) for way in by_rank[0]}
-
-
-def _taken(prices: "Sequence[RequestPrice]") -> dict[str, Any]:
-    """The way or ways that an agent takes, and their time in all."""
-    way = " and ".join(sorted({price.way for price in prices}))
-    return {"way": way, "seconds": sum(price.seconds for price in prices)}
-
-
-def _group(layout: Layout, group: int, routes: "Sequence[Route]", tokens: int) -> dict[str, Any]:
-    """One destination group, from all its sources."""
-    from kvstow.route.price import price
-
-    its = layout.groups[group].group
-    cost = price(c for way in routes for c in way.pairs if c.groups[1] == group)
-    blocks = its.rows_needed(tokens)
-    return {
-        "name": its.name,
-        "block_tokens": its.block_tokens,
-        "source_block_tokens": sorted(
-            {c.source.block_tokens for way in routes for c in way.pairs if c.groups[1] == group}
-        ),
-        **_figures(cost),
-        "request_moves": ceil(cost.copies * blocks),
-        "request_bytes": ceil(cost.nbytes * blocks),
-    }
-
-
-def _figures(cost: "Price") -> dict[str, Any]:
-    return {
-        "lanes": cost.lanes,
-        "moves_per_block": _number(cost.copies),
-        "bytes_per_block": _number(cost.nbytes),
-        "min_move_bytes": cost.min_copy_bytes,
-        "max_move_bytes": cost.max_copy_bytes,
-    }
-
-
-def _number(value: Fraction | int) -> int | float:
-    return int(value) if Fraction(value).denominator == 1 else round(float(value), 3)
-
-
-def _source(
-    here: Named, destination: Layout, source: RankRoute, cost: "RequestPrice"
-) -> dict[str, Any]:
-    from kvstow.route.price import price
-
-    layout = here.layouts[source.index]
-    costs = [
-        price([c for c in source.route.pairs if c.groups[1] == group])
-        for group in range(len(destination.groups))
-    ]
-    return {
-        "rank": here.ranks[source.index],
-        "tp_rank": layout.tp[0],
-        "pp_rank": layout.pp[0],
-        "moves_per_block": _number(sum((each.copies for each in costs), Fraction(0))),
-        "bytes_per_block": _number(sum((each.nbytes for each in costs), Fraction(0))),
-        "way": cost.way,
-        "seconds": cost.seconds,
-    }
-
-
-def _page(document: dict[str, Any], here: Named, there: Named, found: Sequence[RankRoute]) -> str:
-    from kvstow import __version__
-    from kvstow.render.data import NamedRoute, group_records
-    from kvstow.render.page import page
-    from kvstow.render.svg import layout_svg
-
-    routes = [
-        NamedRoute(name=f"rank {here.ranks[source.index]}", route=source.route) for source in found
-    ]
-    destination = there.layouts[0]
-    groups = group_records(routes, destination)
-    return page(
-        f"{document['model']}: route",
-        {"kvstow": __version__, "cost": document, "groups": groups},
-        ("route.js",),
-        still=layout_svg(destination),
-    )
-
-
-# ── other orders ──────────────────────────────────────────────────────────────────────
-
-
-def cheapest(
-    here: Named, there: Named, routes: Sequence[RankRoute], link: "Link", tokens: int
-) -> list[dict[str, Any]]:
-    """The quickest order for the source, the destination, or both, by the way that an agent takes.
-
-    Where none is quicker than the orders as they are, it is these.
-    """
-    ours, theirs = ({order: side.reordered(order) for order in ORDERS} for side in (here, there))
-    present = here.layouts[0].order, there.layouts[0].order
-    changes: tuple[tuple[str, list[tuple[Order, Order]]], ...] = (
-        ("from", [(order, present[1]) for order in ORDERS]),
-        ("to", [(present[0], order) for order in ORDERS]),
-        ("both", [(order, order) for order in ORDERS]),
-    )
-    prices = {
-        pair: _reordered(ours[pair[0]], theirs[pair[1]][0], routes, link, tokens)
-        for pair in {present, *(pair for _, pairs in changes for pair in pairs)}
-    }
-    seconds = {pair: price["seconds"] for pair, price in prices.items()}
-    best = {change: min((present, *pairs), key=seconds.__getitem__) for change, pairs in changes}
-    return [
-        {
-            "change": change,
-            "orders": list(pair),
-            **prices[pair],
-            "saved_seconds": seconds[present] - seconds[pair],
-        }
-        for change, pair in best.items()
-    ]
-
-
-def _reordered(
-    layouts: Sequence[Layout],
-    destination: Layout,
-    routes: Sequence[RankRoute],
-    link: "Link",
-    tokens: int,
-) -> dict[str, Any]:
-    """What a request costs when the same parts come from the same ranks in other orders."""
-    from kvstow.route.price import RequestPrice, price
-    from kvstow.route.route import plan_route
-
-    ways = [plan_route(layouts[each.index], destination, claims=each.claims) for each in routes]
-    prices = [RequestPrice.of(way, tokens, link) for way in ways]
-    by_group = (
-        price(pair for way in ways for pair in way.pairs if pair.groups[1] == g).copies
-        for g in range(len(destination.groups))
-    )
-    return {
-        "moves_per_block": _number(sum(by_group, Fraction(0))),
-        "request_moves": sum(each.copies for each in prices),
-        **_taken(prices),
-    }
-
-
-# ── text ──────────────────────────────────────────────────────────────────────────────
-
-
-def _report(document: dict[str, Any]) -> list[str]:
-    orders = document["orders"]
-    heading = (
-        f"{document['model']}\n{document['from']} ({orders[0]}) → {document['to']} ({orders[1]})"
-    )
-    columns = ("group", "tokens", "moves", "bytes", "smallest", "largest")
-    groups = [
-        (
-            group["name"],
-            f"{'/'.join(map(str, group['source_block_tokens']))} → {group['block_tokens']}",
-            f"{group['moves_per_block']:,}",
-            f"{group['bytes_per_block']:,}",
-            f"{group['min_move_bytes']:,}",
-            f"{group['max_move_bytes']:,}",
-        )
-        for group in document["groups"]
-    ]
-    return [
-        heading,
-        table(columns, groups),
-        "per destination block that has no neighbour of its request beside it;\n"
-        "moves of neighbouring blocks are joined where both sides allow it",
-        _sources_text(document["sources"]),
-        _time_text(document),
-        _ways_text(document),
-        _orders_text(document),
-    ]
-
-
-def _sources_text(sources: list[dict[str, Any]]) -> str:
-    rows = [
-        (
-            str(source["rank"]),
-            str(source["tp_rank"]),
-            str(source["pp_rank"]),
-            f"{source['moves_per_block']:,}",
-            f"{source['bytes_per_block']:,}",
-        )
-        for source in sources
-    ]
-    return table(("from rank", "tp", "pp", "moves", "bytes"), rows)
-
-
-def _time_text(document: dict[str, Any]) -> str:
-    link, request = document["link"], document["request"]
-    return wrapped(
-        f"{request['tokens']:,} tokens: {request['moves']:,} moves, {human(request['bytes'])}, "
-        f"about {duration(document['seconds'])} on {link['name']} "
-        f"({link['bytes_per_second'] / 1e9:g} GB/s, {link['seconds_per_move'] * 1e6:g} µs per move)"
-    )
-
-
-WAYS = {
-    "mapped": "each copied out of memory of the same node",
-    "direct": "each move a read or a write of its own",
-    "slots": "gathered into slots, which travel whole",
-}
-
-
-def _ways_text(document: dict[str, Any]) -> str:
-    taken = document["way"].split(" and ")
-    rows = [
-        (f"{way} ←" if way in taken else way, WAYS[way], duration(seconds))
-        for way, seconds in document["ways"].items()
-    ]
-    return table(("way", "moves are", "time"), rows, num_left=2) + "\n\n← what an agent takes"
-
-
-def _orders_text(document: dict[str, Any]) -> str:
-    present = document["seconds"]
-    least = min(document["cheapest"], key=lambda best: best["seconds"])
-    names = {"from": "another order in FROM", "to": "another order in TO", "both": "one in both"}
-    lines = [
-        ("as given", document),
-        *((names[best["change"]], best) for best in document["cheapest"]),
-    ]
-    is_quicker = least["seconds"] < present
-    marked = min(least["seconds"], present)
-    rows = [
-        (
-            name,
-            " → ".join(line["orders"]),
-            f"{line['moves_per_block']:,}",
-            line["way"],
-            f"{duration(line['seconds'])} {'←' if line['seconds'] == marked else ' '}",
-        )
-        for name, line in lines
-    ]
-    shown = table(("with", "orders", "moves per block", "way", "time"), rows, num_left=2)
-    if not is_quicker:
-        return f"{shown}\n\n← no order is quicker than as given"
-    saved = least["saved_seconds"]
-    return f"{shown}\n\n← {duration(saved)} less than as given: {saved / present:.0%} saved"

@@ -1,21 +1,20 @@
 """`kvstow simulate`: a trace of requests on the block ledger, under one or two policies."""
 
 from pathlib import Path
-from shlex import join
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from kvstow.cli import options
 from kvstow.cli.options import check_arena, on_rank
-from kvstow.cli.output import MISUSED, emit_json, emit_text, note, refuse, write_file
+from kvstow.cli.output import MISUSED, command_line, refuse, reporting, write_file
 from kvstow.errors import TraceError
 from kvstow.plan.sizing.plan import Deployment, RankLayers
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
     from kvstow.render.slab_history import SlabHistory
-    from kvstow.simulate import Pace, ReplayReport, TraceRequest
+    from kvstow.simulate import Pace, ReplayReport, SimulationReport, TraceRequest
 
 Policy = Literal["slab", "union"]
 
@@ -82,7 +81,9 @@ StepSeconds = Annotated[
 ]
 
 
+@reporting
 def simulate(
+    context: typer.Context,
     model: options.ModelName,
     trace: TraceName = "chat",
     policy: PolicyName = "slab",
@@ -103,8 +104,7 @@ def simulate(
     num_slabs: options.NumSlabs = None,
     align: options.Align = None,
     html: options.HtmlFile = None,
-    json: options.Json = False,
-) -> None:
+) -> "SimulationReport":
     """Replay requests: time to first token, hits, waste.
 
     A step takes the longer of --step-seconds and decoded tokens / --decode-rate, and
@@ -130,33 +130,31 @@ def simulate(
         chunk_tokens=chunk_tokens,
         step_seconds=step_seconds,
     )
-    shape: dict[str, Any] = {"requests": requests, "rate": rate, "seed": seed}
-    replayed = _trace(trace, **shape)
+    is_synthetic = trace in MIXES
+    replayed = _trace(trace, requests=requests, rate=rate, seed=seed)
     policies: tuple[Policy, ...] = ("slab",) if policy == "slab" else ("slab", policy)
     replays = {name: _replay(name, held, replayed, pace, seconds) for name in policies}
     report = SimulationReport(
         model=held.model.name,
         trace=trace,
         num_requests=len(replayed),
-        rate=rate if trace in MIXES else _rate(replayed),
+        rate=rate if is_synthetic else _rate(replayed),
         pace=pace,
         policies={name: report for name, (report, _) in replays.items()},
     )
     if html is not None:
         from kvstow.render.data import simulation_page
 
-        made = shape if trace in MIXES else {}
         about = {
             "requests": len(replayed),
-            "seed": made.get("seed"),
+            "seed": seed if is_synthetic else None,
             "arena_bytes": deployment.budget,
             "step": str(pace),
-            "command": _command(held, pace, {"trace": trace, "policy": policy, **made}, seconds),
+            "command": command_line(context),
         }
         histories = {name: history for name, (_, history) in replays.items()}
-        write_file(html, simulation_page(report, histories, about=about))
-        note(f"page written to {html}")
-    emit_json(report.as_json()) if json else emit_text(str(report))
+        write_file(html, simulation_page(report, histories, about=about), "page")
+    return report
 
 
 def _trace(name: str, *, requests: int, rate: float, seed: int) -> "list[TraceRequest]":
@@ -174,26 +172,6 @@ def _rate(trace: "list[TraceRequest]") -> float:
     """Requests per second, as they arrive."""
     took = trace[-1].arrival - trace[0].arrival
     return (len(trace) - 1) / took if took else float("inf")
-
-
-def _command(
-    held: RankLayers, pace: "Pace", settings: dict[str, Any], seconds: float | None
-) -> str:
-    """What to type to do this again."""
-    deployment = held.deployment
-    settings |= {"seconds": seconds, "rank": held.rank}
-    for name in ("tp", "pp", "block_tokens", "kv_dtype", "memory", "num_slabs"):
-        settings[name] = getattr(deployment, name)
-    for name in ("prefill_rate", "decode_rate", "chunk_tokens", "step_seconds"):
-        settings[name] = getattr(pace, name)
-    words = [
-        word
-        for name, value in settings.items()
-        if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    words += [word for wish in deployment.alignment.wishes() for word in ("--align", wish)]
-    return join(["kvstow", "simulate", str(deployment.model), *words])
 
 
 def _replay(

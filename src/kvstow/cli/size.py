@@ -1,14 +1,19 @@
 """`kvstow size`: how many requests fit on GPUs, or what a load needs."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import FAILED, MISUSED, emit_json, emit_text, refuse
+from kvstow.cli.output import MISUSED, refuse, reporting
 from kvstow.errors import ModelError, PlanError
 from kvstow.plan.sizing.cluster import Engine, EngineName
 from kvstow.plan.sizing.plan import USUAL_TOKENS, Deployment
+
+if TYPE_CHECKING:
+    from kvstow.plan.sizing.reports import SizeReport
 
 
 def complete_gpu(start: str) -> list[str]:
@@ -114,6 +119,25 @@ KvDtypes = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class SizeReports:
+    """The answer for each GPU that was named, or the one without."""
+
+    answers: "Sequence[SizeReport]"
+
+    @property
+    def failure(self) -> str | None:
+        return None if any(each.fits for each in self.answers) else "not one request fits"
+
+    def as_json(self) -> object:
+        documents = [each.as_json() for each in self.answers]
+        return documents if len(documents) > 1 else documents[0]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.answers))
+
+
+@reporting
 def size(
     model: options.ModelName,
     tokens: Tokens = USUAL_TOKENS,
@@ -131,8 +155,7 @@ def size(
     max_batched_tokens: MaxBatchedTokens = None,
     max_num_seqs: MaxNumSeqs = None,
     reserve: Reserve = None,
-    json: options.Json = False,
-) -> None:
+) -> SizeReports:
     """How many requests fit on GPUs, or what a load needs.
 
     Weights, cache and what the engine takes are counted. With --gpu alone, shows how many requests
@@ -162,39 +185,27 @@ def size(
         gpus = [None] if gpu is None else [Gpu.parse(each) for each in gpu.split(",")]
     except (ModelError, PlanError) as error:
         refuse(str(error), code=MISUSED)
-    reports = [
-        size_report(
-            SizeQuestion(
-                deployment=Deployment(
-                    model=model,
-                    tp=tp or 1,
-                    pp=pp or 1,
-                    block_tokens=block_tokens,
-                    kv_dtype=kv_dtypes[0],
-                ),
-                weights=weights,
-                tokens=tokens,
-                requests=requests,
-                gpu=each,
-                engine=Engine(
-                    name=engine,
-                    utilization=utilization,
-                    max_batched_tokens=max_batched_tokens,
-                    max_num_seqs=max_num_seqs,
-                    reserve=reserve,
-                ),
-                kv_dtypes=kv_dtypes,
-                dp=dp,
-                tps=TP if tp is None else (tp,),
-                pps=PP if pp is None else (pp,),
-            )
-        )
-        for each in gpus
-    ]
-    if json:
-        documents = [report.as_json() for report in reports]
-        emit_json(documents if len(documents) > 1 else documents[0])
-    else:
-        emit_text(*map(str, reports))
-    if not any(report.fits for report in reports):
-        raise typer.Exit(FAILED)
+    question = SizeQuestion(
+        deployment=Deployment(
+            model=model,
+            tp=tp or 1,
+            pp=pp or 1,
+            block_tokens=block_tokens,
+            kv_dtype=kv_dtypes[0],
+        ),
+        weights=weights,
+        tokens=tokens,
+        requests=requests,
+        engine=Engine(
+            name=engine,
+            utilization=utilization,
+            max_batched_tokens=max_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            reserve=reserve,
+        ),
+        kv_dtypes=kv_dtypes,
+        dp=dp,
+        tps=TP if tp is None else (tp,),
+        pps=PP if pp is None else (pp,),
+    )
+    return SizeReports([size_report(replace(question, gpu=each)) for each in gpus])

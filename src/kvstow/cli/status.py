@@ -1,5 +1,6 @@
 """`kvstow status`: running agents and engines, their peers, tiers and counters."""
 
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import FAILED, MISUSED, human, is_terminal, refuse, show, table
+from kvstow.cli.output import FAILED, MISUSED, Json, refuse, show
 from kvstow.errors import SpecError, TransferError
-from kvstow.text import plural
+from kvstow.text import human, plural, table
 
 if TYPE_CHECKING:
     from kvstow.transfer.channel.curve import Keys
@@ -71,7 +72,7 @@ def status(
     addresses: Addresses,
     watch: Watch = None,
     keys_file: KeysFile = None,
-    json: options.Json = False,
+    json: Json = False,
 ) -> None:
     """Show the status of running agents and engines.
 
@@ -82,22 +83,23 @@ def status(
     from kvstow.transfer.channel.status import StatusClient
 
     agents = [agent for address in addresses for agent in _agents(address)]
-    client = StatusClient(_keys(keys_file))
+    client, report = StatusClient(_keys(keys_file)), Status([])
     try:
-        report = Status.read(client, agents)
-        show(report, json=json)
-        while watch is not None:
-            time.sleep(watch)
+        while True:
             report = Status.read(client, agents, before=report)
-            if is_terminal() and not json:
+            if watch is not None and sys.stdout.isatty() and not json:
                 typer.echo("\033[2J\033[H", nl=False)
             show(report, json=json)
-        if not report.is_complete:
-            raise typer.Exit(FAILED)
+            if watch is None:
+                break
+            time.sleep(watch)
     except KeyboardInterrupt:
         return
     finally:
         client.close()
+    silent = sum(bool(each.error) for each in report.processes)
+    if silent:
+        refuse(f"{silent} of {len(agents)} addresses did not answer", code=FAILED)
 
 
 def _keys(file: Path | None) -> "Keys | None":
@@ -214,11 +216,6 @@ class Status:
     ) -> "Status":
         last = {each.address: each for each in before.processes} if before else {}
         return Status([ProcessStatus.read(client, each, last.get(each)) for each in addresses])
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every process answered."""
-        return not any(each.error for each in self.processes)
 
     def as_json(self) -> list[dict[str, Any]]:
         return [each.as_json() for each in self.processes]

@@ -1,6 +1,6 @@
 """`kvstow why`: where reuse of a prompt ends in a store, and why."""
 
-import json as json_format
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstow.cli import options, remote_store
-from kvstow.cli.output import MISUSED, emit_json, emit_text, refuse
+from kvstow.cli.output import MISUSED, refuse, reporting
 from kvstow.errors import KvstowError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ IdentityDigits = Annotated[
 ]
 
 
+@reporting
 def why(
     place: Place,
     tokens: TokenIds = None,
@@ -80,8 +81,7 @@ def why(
     adapter: Adapter = "",
     journal: JournalFolder = None,
     identity: IdentityDigits = "",
-    json: options.Json = False,
-) -> None:
+) -> "WhyEnded":
     """Say where reuse of a prompt ends in a store, and why.
 
     The reason is the first token that differs, the salt, the adapter, a field of the identity with
@@ -94,11 +94,7 @@ def why(
         _explained(store, prompt, model, salt=salt, adapter=adapter)
         for store in _stores(place, journal, identity)
     ]
-    answer = min(explained, key=lambda each: each.found_tokens)
-    if json:
-        emit_json(answer.as_json())
-    else:
-        emit_text(str(answer))
+    return min(explained, key=lambda each: each.found_tokens)
 
 
 def _prompt(ids: list[int]) -> "Prompt":
@@ -136,7 +132,7 @@ def _stores(place: str, journal: Path | None, identity: str) -> "Iterator[Store]
     from kvstow.offload.store import Store
 
     if "://" in place:
-        store = remote_store.opened_store(place, identity)
+        store = remote_store.open_remote_store(place, identity)
         store.journal = None if journal is None else Journal(journal)
         yield store
         return
@@ -161,7 +157,7 @@ def _token_ids(tokens: str | None, text: str | None, tokenizer: Path | None) -> 
         source = sys.stdin.read() if tokens == "-" else tokens
         if not source.lstrip().startswith("["):
             source = Path(source).read_text()
-        found = json_format.loads(source)
+        ids = json.loads(source)
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         refuse(
@@ -169,9 +165,9 @@ def _token_ids(tokens: str | None, text: str | None, tokenizer: Path | None) -> 
             "hint: --tokens '[1, 2, 3]', or the file that holds such a list",
             code=MISUSED,
         )
-    if not isinstance(found, list):
+    if not isinstance(ids, list):
         refuse("token ids are a list of whole numbers", code=MISUSED)
-    return found  # pyright: ignore[reportUnknownVariableType]
+    return ids  # pyright: ignore[reportUnknownVariableType]
 
 
 def _tokenized(text: str, folder: Path | None) -> list[int]:

@@ -149,37 +149,33 @@ def _kind(layer: LayerSpec) -> dict[str, Any]:
 # ── routes ──────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedRoute:
-    """The route from one source rank; `name` is what the rank is called."""
-
-    name: str
-    route: Route
-
-
-def group_records(routes: Sequence[NamedRoute], destination: Layout) -> list[dict[str, Any]]:
-    """One record per destination group that anything is brought to."""
-    found: list[dict[str, Any]] = []
+def group_records(routes: Mapping[str, Route], destination: Layout) -> list[dict[str, Any]]:
+    """One record per destination group that anything is brought to; `routes` are those from each
+    source rank, by what the rank is called."""
+    records: list[dict[str, Any]] = []
     for g, rows in enumerate(destination.groups):
-        pairs = [(way, pair) for way in routes for pair in way.route.pairs if pair.groups[1] == g]
+        pairs = [
+            (name, pair)
+            for name, route in routes.items()
+            for pair in route.pairs
+            if pair.groups[1] == g
+        ]
         if pairs:
-            found.append({"name": rows.group.name, **_record(pairs, destination, g)})
-    return found
+            records.append({"name": rows.group.name, **_record(pairs, destination, g)})
+    return records
 
 
-def _record(
-    pairs: Sequence[tuple[NamedRoute, GroupPair]], destination: Layout, g: int
-) -> dict[str, Any]:
-    tokens = max(sum(lanes.tokens for lanes in c.period) for _, c in pairs)
+def _record(pairs: Sequence[tuple[str, GroupPair]], destination: Layout, g: int) -> dict[str, Any]:
+    tokens = max(sum(lanes.tokens for lanes in pair.period) for _, pair in pairs)
     target = _Side(destination, g, ceil_div(tokens, pairs[0][1].spans[1]))
     sources, bands = list[dict[str, Any]](), list[list[int]]()
     start = 0
-    for way, pair in pairs:
+    for name, pair in pairs:
         side = _Side(pair.layouts[0], pair.groups[0], ceil_div(tokens, pair.spans[0]))
         bands += _bands(pair, side, target, len(sources), start)
         sources.append(
             {
-                "name": way.name,
+                "name": name,
                 "group": pair.source.name,
                 "block_tokens": pair.source.block_tokens,
                 "at": start,

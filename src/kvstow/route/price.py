@@ -5,7 +5,7 @@ direct    a network: every piece is one read or one write
 slots     a network: the source gathers pieces into slots, whole slots travel, and are cut
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, lcm
@@ -89,26 +89,52 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPrice:
-    """What a route brings of a request whose blocks are no neighbours, the way that an agent takes,
-    and its time."""
+    """What a route brings of a request whose blocks are no neighbours, and how long each way takes;
+    `way` is the one that an agent takes, and `seconds` its time."""
 
+    copies_per_block: Fraction
+    bytes_per_block: Fraction
     copies: int
     nbytes: int
-    way: Way
+    ways: dict[Way, float]
+    way: str
     seconds: float
 
     @staticmethod
     def of(route: Route, num_tokens: int, link: Link) -> "RequestPrice":
         """The price of so many tokens on a link."""
         copies = nbytes = 0
+        copies_per_block = bytes_per_block = Fraction(0)
         for g, placed in enumerate(route.destination.groups):
             block = price(pair for pair in route.pairs if pair.groups[1] == g)
             count = placed.group.rows_needed(num_tokens)
             copies += ceil(block.copies * count)
             nbytes += ceil(block.nbytes * count)
-        way = link.way(copies, nbytes)
-        seconds = link.ways(copies, nbytes)[way]
-        return RequestPrice(copies=copies, nbytes=nbytes, way=way, seconds=seconds)
+            copies_per_block += block.copies
+            bytes_per_block += block.nbytes
+        way, ways = link.way(copies, nbytes), link.ways(copies, nbytes)
+        return RequestPrice(
+            copies_per_block=copies_per_block,
+            bytes_per_block=bytes_per_block,
+            copies=copies,
+            nbytes=nbytes,
+            ways=ways,
+            way=way,
+            seconds=ways[way],
+        )
+
+    @staticmethod
+    def total(prices: "Sequence[RequestPrice]") -> "RequestPrice":
+        """That of several sources, one after the other."""
+        return RequestPrice(
+            copies_per_block=sum((each.copies_per_block for each in prices), Fraction(0)),
+            bytes_per_block=sum((each.bytes_per_block for each in prices), Fraction(0)),
+            copies=sum(each.copies for each in prices),
+            nbytes=sum(each.nbytes for each in prices),
+            ways={way: sum(each.ways[way] for each in prices) for way in prices[0].ways},
+            way=" and ".join(sorted({each.way for each in prices})),
+            seconds=sum(each.seconds for each in prices),
+        )
 
 
 LINKS = tuple(

@@ -54,13 +54,12 @@ def sources(
     one by turns: the destination's tp rank plus `turn` (a request number, say) rotates
     the choice, so that ranks and requests spread over the replicas.
     """
-    found = [
-        f"source {i}: {text}"
-        for i, layout in enumerate(layouts)
-        for text in differences(layout, destination)
-    ]
-    if found:
-        raise RouteError(tuple(found))
+    unlike: dict[str, list[str]] = {}
+    for i, layout in enumerate(layouts):
+        for text in differences(layout, destination):
+            unlike.setdefault(text, []).append(str(i))
+    if unlike:
+        raise RouteError(tuple(f"source {', '.join(of)}: {text}" for text, of in unlike.items()))
     pieces = _pieces(layouts, destination)
     _check_held(pieces)
     chosen = _chosen(pieces, destination.tp[0] + turn)

@@ -3,18 +3,14 @@
 Their keys are tested with the commands.
 """
 
-import pytest
-
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import packed, separate, union
 from kvstow.plan.retention import Window
-from kvstow.plan.sizing.plan import Deployment, Plan
+from kvstow.plan.sizing.plan import Deployment
 from kvstow.plan.sizing.reports import (
-    compared_figures,
     padding_bytes,
     padding_fractions,
     per_layer_figures,
-    plan_figures,
     slab_shares,
 )
 from planning import attention
@@ -54,22 +50,3 @@ def test_one_tensor_per_layer_costs_keys_and_values_apart():
         "descriptors_per_block": 4,
         "bytes_per_descriptor_max": 16 * 2 * 8 * 2,
     }
-
-
-@pytest.mark.parametrize("order", ["BLHNC", "LBHNC"])
-def test_comparing_and_planning_give_the_same_figures(order):
-    held = Deployment(model=TINY, tp=2, num_slabs=8).on_rank(1)
-    planned = plan_figures(Plan.of(held.changed(order=order)))
-    compared = compared_figures(held, order, "slab")
-    for key in ("slab_bytes", "num_slabs", "arena_bytes", "order"):
-        assert compared[key] == planned[key]
-    assert compared["descriptors_per_block"] == planned["transfer"]["descriptors_per_block"]
-    assert compared["requests"]["8192"] == planned["capacity"]["requests"]["8192"]
-    assert (planned["tp"], planned["rank"]) == (2, 1)
-
-
-def test_a_layout_that_cannot_be_is_a_reason_instead_of_figures():
-    held = Deployment(model=TINY, memory=100).on_rank(0)
-    figures = compared_figures(held, "BLHNC", "slab")
-    assert set(figures) == {"tp", "block_tokens", "kv_dtype", "order", "packing", "error"}
-    assert "a budget of 100 bytes" in figures["error"]

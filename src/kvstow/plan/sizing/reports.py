@@ -1,7 +1,6 @@
 """The figures that commands and pages show, and what `kvstow size` answers.
 
 plan_figures       a plan: `kvstow plan`
-compared_figures   one line of `kvstow compare`
 catalogue_figures  one line of `kvstow models`
 size_report        a report per question of `kvstow size`, as JSON and as text:
     FitReport      how many requests fit on GPUs
@@ -17,14 +16,12 @@ from functools import cached_property
 from textwrap import fill
 from typing import Any
 
-from kvstow.errors import PlanError
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout, Order, PlacedGroup
+from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.models.catalogue import entries, published, source_of
 from kvstow.plan.models.config import Config
 from kvstow.plan.models.precision import element
-from kvstow.plan.pack import Packing
 from kvstow.plan.retention import short_name
 from kvstow.plan.sizing.capacity import (
     bytes_per_token,
@@ -45,7 +42,7 @@ from kvstow.plan.sizing.cluster import (
     needed,
     sized,
 )
-from kvstow.plan.sizing.plan import USUAL_TOKENS, Deployment, Plan, RankLayers
+from kvstow.plan.sizing.plan import Deployment, Plan
 from kvstow.plan.sizing.weights import Weights
 from kvstow.text import human, plural, table
 
@@ -83,66 +80,6 @@ def plan_figures(plan: Plan, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]
     }
 
 
-def compared_figures(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any]:
-    """One line of `kvstow compare --json`: a layout's figures, or the reason why there is none."""
-    choice: dict[str, Any] = {
-        "tp": held.deployment.tp,
-        "block_tokens": held.block_tokens,
-        "kv_dtype": held.kv_dtype,
-        "order": order,
-        "packing": packing,
-    }
-    try:
-        plan = Plan.of(held.changed(order=order, packing=packing))
-    except PlanError as error:
-        return choice | {"error": str(error)}
-    layout = plan.layout
-    names = [rows.group.name for rows in layout.groups]
-    return choice | {
-        "error": None,
-        "slab_bytes": layout.slab_bytes,
-        "num_slabs": layout.num_slabs,
-        "arena_bytes": layout.nbytes,
-        "padding": max(padding_fractions(layout)),
-        "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
-        "bytes_per_token": _plain(bytes_per_token(layout)),
-        "requests": {str(USUAL_TOKENS): plan.max_requests(tokens=USUAL_TOKENS)},
-    }
-
-
-def mark_best(layouts: Sequence[dict[str, Any]]) -> None:
-    """Set `best` on every line of a comparison: those with which most requests fit, of them
-    those with the fewest copies per block, of them those with the least padding."""
-
-    def merit(layout: dict[str, Any]) -> tuple[float, ...]:
-        if layout["error"] is not None:
-            return (-1.0,)
-        copies = max(layout["descriptors_per_block"].values())
-        return (layout["requests"][str(USUAL_TOKENS)], -copies, -layout["padding"])
-
-    most = max(map(merit, layouts))
-    for layout in layouts:
-        layout["best"] = merit(layout) == most and most[0] > 0
-
-
-def alike(layouts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines that differ in nothing but order and packing as one line, with `orders[]` and
-    `packings[]`: every one of these orders under every one of these packings."""
-    lines: dict[str, dict[str, Any]] = {}
-    for layout in layouts:
-        line = lines.setdefault(_without(layout, "order"), {**layout, "orders": []})
-        line["orders"].append(layout["order"])
-    merged: dict[str, dict[str, Any]] = {}
-    for line in lines.values():
-        first = merged.setdefault(_without(line, "order", "packing"), {**line, "packings": []})
-        first["packings"].append(line["packing"])
-    return list(merged.values())
-
-
-def _without(line: dict[str, Any], *names: str) -> str:
-    return repr([value for name, value in line.items() if name not in names])
-
-
 def catalogue_figures(name: str) -> dict[str, Any]:
     """One line of `kvstow models --json`: a model that is known by name, in its own dtype."""
     held = Deployment(model=name).on_rank(0)
@@ -153,7 +90,7 @@ def catalogue_figures(name: str) -> dict[str, Any]:
         "aliases": entry["aliases"],
         "family": entry["config"]["model_type"],
         "layers": held.model.total_layers,
-        "kv_bytes_per_token": _plain(growth),
+        "kv_bytes_per_token": plain(growth),
         "fixed_bytes": sum((g.rows_bound(in_flight=1) or 0) * g.page_bytes for g in held.groups),
         "kv_dtype": held.kv_dtype,
         "context": entry["published"].get("context"),
@@ -243,7 +180,7 @@ def _group(layout: Layout, g: int, rows: PlacedGroup) -> dict[str, Any]:
 def _request(layout: Layout, lengths: Sequence[int]) -> dict[str, Any]:
     return {
         "fixed_bytes": fixed_bytes(layout),
-        "bytes_per_token": _plain(bytes_per_token(layout)),
+        "bytes_per_token": plain(bytes_per_token(layout)),
         "at_tokens": {str(n): request_bytes(layout, n) for n in lengths},
     }
 
@@ -262,7 +199,8 @@ def _capacity(plan: Plan, lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _plain(number: Fraction) -> int | float:
+def plain(number: Fraction) -> int | float:
+    """A whole number as one, for JSON."""
     return int(number) if number.denominator == 1 else float(number)
 
 
