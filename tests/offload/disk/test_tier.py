@@ -1,6 +1,7 @@
 import errno
 import os
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -462,3 +463,15 @@ def test_a_medium_that_is_read_only_serves(tmp_path):
     files.fault = lambda op, n: None if op in ("open", "read") else Fails(errno.EROFS)
     assert loaded(tier, 0, keys)[0].all()
     tier.close()
+
+
+def test_a_file_that_cannot_get_all_its_names_keeps_none_and_takes_no_room(tmp_path):
+    """A name that stayed would keep bytes that nobody counts: the store would outgrow itself."""
+    files = FaultyFiles()
+    with closing(DiskTier(tmp_path, hybrid(content=64), capacity=320 << 10, files=files)) as tier:
+        rows = [numbered_row(tier, 1, n) for n in range(2)]
+        files.fault = lambda operation, _: Fails(errno.EIO, 0) if operation == "rename" else None
+        with pytest.raises(StoreError, match="2 of 2 rows were not written"):
+            tier.store(1, [numbered_key(n) for n in range(2)], rows)
+        assert "link" in files.counts, "both rows lie in one file"
+        assert row_files(tmp_path) == []

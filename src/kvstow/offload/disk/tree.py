@@ -147,14 +147,22 @@ class RowTree:
             self._allowance += nbytes
 
     def publish(self, file: str, group: int, keys: Sequence[bytes], nbytes: int) -> None:
-        """A file that is on the medium gets the names of its rows. Raises OSError, and then some
-        rows may have theirs."""
+        """A file that is on the medium gets the names of its rows, all of them or, raising OSError,
+        none: a name that stayed would keep bytes that nobody counts."""
         names = [self.name(group, key) for key in keys]
+        links: list[str] = []
         with self._lock:
-            for name in names[1:]:
-                with suppress(FileExistsError):  # somebody else has stored the same row
-                    _in_directory(lambda name=name: self._files.link(file, name), name)
-            _in_directory(lambda: self._files.rename(file, names[0]), names[0])
+            try:
+                for name in names[1:]:
+                    with suppress(FileExistsError):  # somebody else has stored the same row
+                        _in_directory(lambda name=name: self._files.link(file, name), name)
+                        links.append(name)
+                _in_directory(lambda: self._files.rename(file, names[0]), names[0])
+            except OSError:
+                for name in links:
+                    with suppress(OSError):
+                        self._files.remove(name)
+                raise
             self._under_way -= nbytes
             self._tally.rows += len(names)
             self._tally.nbytes += nbytes
