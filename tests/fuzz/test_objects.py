@@ -18,7 +18,7 @@ BANDS = np.array([0, OBJECTS.num_bands - 1])
 
 def read(data: bytes) -> str:
     blob = np.frombuffer(data, np.uint8)
-    parts = [blob[start:end] for start, end in OBJECTS.wanted(BANDS)]
+    parts = [blob[start:end] for start, end in OBJECTS.ranges_with_head(BANDS)]
     some = OBJECTS.read_parts(KEY, parts, BANDS)
     if not isinstance(some, BadObject):
         for start, end in OBJECTS.ranges(BANDS):

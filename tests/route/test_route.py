@@ -383,7 +383,7 @@ class TestSources:
         (alone,) = self.ranks("llama-3.2-1b", 1)
         with pytest.raises(RouteError) as caught:
             sources(here, alone)
-        assert {text.split(":")[0] for text in caught.value.differences} == {"source 0", "source 1"}
+        assert {text.split(":")[0] for text in caught.value.differences} == {"source 0, 1"}
 
     def test_degrees_that_do_not_divide_each_other_are_joined(self):
         """12 heads on 6 and on 4 ranks: thirds of pairs."""

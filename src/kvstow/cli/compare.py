@@ -128,7 +128,7 @@ CHOICE = (*SWEPT, "order", "packing", "error")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class OrderLine:
     """Layouts that differ in nothing but order and packing: each of these orders under each of
     these packings."""
 
@@ -164,7 +164,7 @@ class CompareReport:
         return [name for name in SWEPT if len(values[name] - {None}) > 1]
 
     @cached_property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[OrderLine]:
         by_packing: dict[str, list[ComparedLayout]] = {}
         for each in self.layouts:
             by_packing.setdefault(repr(replace(each, order="BLHNC")), []).append(each)
@@ -173,7 +173,7 @@ class CompareReport:
             alike = repr([replace(each, packing="slab") for each in members])
             lines.setdefault(alike, []).append(members)
         return [
-            Line(each[0][0], [of.order for of in each[0]], [of[0].packing for of in each])
+            OrderLine(each[0][0], [of.order for of in each[0]], [of[0].packing for of in each])
             for each in lines.values()
         ]
 
@@ -219,7 +219,7 @@ class CompareReport:
         if reasons:
             yield "\n".join(wrapped(f"{', '.join(names)}: {why}") for why, names in reasons.items())
 
-    def _cells(self, line: Line) -> list[str]:
+    def _cells(self, line: OrderLine) -> list[str]:
         """What a line shows; the slab only where there is room for it."""
         layout, packings = line.layout, {each.packing for each in self.layouts}
         is_any = len(packings) > 1 and len(line.packings) == len(packings)

@@ -338,9 +338,12 @@ class Layout:
             pieces: list[Run] = []
             for layer, page in zip(rows.group.layers, rows.placements, strict=True):
                 broken += page_violations(layer, page, self.order, self.base_align)
-                broken += self._pages_outside(layer, page)
-                if not broken:
-                    pieces += page_runs(layer, page)
+            if not broken:
+                broken += self._pages_outside(rows)
+            if broken:
+                continue
+            for layer, page in zip(rows.group.layers, rows.placements, strict=True):
+                pieces += page_runs(layer, page)
             broken += [
                 f"sharing: group {rows.group.name!r}: pages at {a.offset} (+{a.nbytes}) and "
                 f"{b.offset} (+{b.nbytes}) overlap in block 0"
@@ -348,17 +351,18 @@ class Layout:
             ]
         return broken
 
-    def _pages_outside(self, layer: LayerSpec, page: Page) -> list[str]:
-        """Sections of a layer that leave the arena in block 0 already."""
-        ends = (
+    def _pages_outside(self, rows: PlacedGroup) -> list[str]:
+        """The group, if a page of it leaves the arena in block 0 already."""
+        end = max(
             View(offset=place.offset, axes=cell_axes(part, place, 1), unit=part.cell_bytes).end
-            for part, place in zip(layer.sections, page, strict=False)
+            for layer, page in zip(rows.group.layers, rows.placements, strict=True)
+            for part, place in placed_sections(layer, page)
         )
+        if end <= self.nbytes:
+            return []
         return [
-            f"bounds: layer {layer.name!r}: its page ends at {end}, not inside the arena of "
+            f"bounds: group {rows.group.name!r}: block 0 ends at {end}, not inside the arena of "
             f"{self.nbytes}"
-            for end in ends
-            if end > self.nbytes
         ]
 
     def _broken_bounds(self) -> list[str]:

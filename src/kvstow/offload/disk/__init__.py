@@ -5,7 +5,6 @@ tree     names of row files, what they take, which go first, what killed writers
 format   the bytes of a row file
 files    the file layer, where faults can be injected
 opening  layout and capacity of a directory, found or made
-listing  what has come and gone since somebody looked
 inspect  look at a store, verify every row
 convert  rewrite a store for another layout
 

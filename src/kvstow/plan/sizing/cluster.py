@@ -235,7 +235,7 @@ PP = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class PipelineStage:
     """The ranks `[rank, rank + tp)` of one pipeline stage: what each of them holds."""
 
     rank: int
@@ -251,9 +251,9 @@ class Stage:
     @staticmethod
     def of(
         held: RankLayers, weights: int, cache: int, layout: Layout | None, tokens: int
-    ) -> "Stage":
+    ) -> "PipelineStage":
         """A stage whose cache has a layout, or is too small for one."""
-        return Stage(
+        return PipelineStage(
             rank=held.rank,
             layers=held.model.stage_layers,
             weights_bytes=weights,
@@ -271,7 +271,7 @@ class Sizing:
     deployment: Deployment
     kv_dtype: str
     dp: int
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     head_copies: int
     """Ranks that hold the same kv head: above 1, more `tp` adds no room for the cache."""
     notes: tuple[str, ...]
@@ -281,12 +281,12 @@ class Sizing:
         return self.deployment.num_ranks * self.dp
 
     @property
-    def limiting(self) -> Stage:
+    def limiting(self) -> PipelineStage:
         """The stage on which the fewest requests fit; the first of several."""
         return min(self.stages, key=lambda stage: stage.requests)
 
     @property
-    def fullest(self) -> Stage:
+    def fullest(self) -> PipelineStage:
         """The stage that needs the most memory."""
         return max(self.stages, key=lambda stage: stage.weights_bytes + stage.cache_bytes)
 
@@ -308,8 +308,10 @@ def sized(deployment: Deployment, *, usable: int, weights: int, tokens: int, dp:
     Raises ModelError for a model that cannot be split so.
     """
 
-    def stage(held: RankLayers, share: int) -> Stage:
-        return Stage.of(held, share, usable - share, _in_memory(held, usable - share), tokens)
+    def stage(held: RankLayers, share: int) -> PipelineStage:
+        return PipelineStage.of(
+            held, share, usable - share, _in_memory(held, usable - share), tokens
+        )
 
     return _sizing(deployment, weights, dp, stage)
 
@@ -319,17 +321,17 @@ def needed(
 ) -> Sizing:
     """What every stage needs for so many requests of so many tokens at once, on `dp` replicas."""
 
-    def stage(held: RankLayers, share: int) -> Stage:
+    def stage(held: RankLayers, share: int) -> PipelineStage:
         # Rows per slab do not depend on the number of slabs.
         count = slabs_needed(held.layout(), ceil_div(requests, dp), tokens) + NULL_SLABS
         layout = held.changed(num_slabs=count).layout()
-        return Stage.of(held, share, layout.nbytes, layout, tokens)
+        return PipelineStage.of(held, share, layout.nbytes, layout, tokens)
 
     return _sizing(deployment, weights, dp, stage)
 
 
 def _sizing(
-    deployment: Deployment, weights: int, dp: int, stage: Callable[[RankLayers, int], Stage]
+    deployment: Deployment, weights: int, dp: int, stage: Callable[[RankLayers, int], PipelineStage]
 ) -> Sizing:
     """What `stage` makes of the layers of each stage and its share of the weights."""
     held = replace(deployment, memory=None, num_slabs=2).stages()
