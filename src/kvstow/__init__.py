@@ -11,7 +11,8 @@ that plan, route and simulate work without torch:
 The rooms behind it: `plan` (layouts), `route` (from layout to layout), `blocks` (who owns
 which row), `simulate`, `memory` (bytes on one machine), `events` (told to routers), `transfer`
 (between processes), `offload` (kept elsewhere), `adapters` (engines), `render`, `cli`, `demo`,
-`testing`; `errors` draws what may be raised, `observe` counts, `threads` are guarded, `text` formats for people.
+`testing`; `errors` draws what may be raised, `observe` counts, `threads` are guarded, `text` is
+for people.
 `kvstow.transformers` and `kvstow.vllm` are short names of two adapters.
 """
 

@@ -335,19 +335,17 @@ class Layout:
         if total > MAX_ALL_PIECES:
             return [f"order: {total} pieces in all, at most {MAX_ALL_PIECES}"]
         for rows in self.groups:
-            pieces: list[Run] = []
-            for layer, page in zip(rows.group.layers, rows.placements, strict=True):
-                broken += page_violations(layer, page, self.order, self.base_align)
-            if not broken:
-                broken += self._pages_outside(rows)
-            if broken:
-                continue
-            for layer, page in zip(rows.group.layers, rows.placements, strict=True):
-                pieces += page_runs(layer, page)
-            broken += [
+            pages = list(zip(rows.group.layers, rows.placements, strict=True))
+            wrong = [
+                text
+                for each in pages
+                for text in page_violations(*each, self.order, self.base_align)
+            ]
+            wrong = wrong or self._pages_outside(rows)
+            broken += wrong or [
                 f"sharing: group {rows.group.name!r}: pages at {a.offset} (+{a.nbytes}) and "
                 f"{b.offset} (+{b.nbytes}) overlap in block 0"
-                for a, b in overlapping(pieces)
+                for a, b in overlapping([run for each in pages for run in page_runs(*each)])
             ]
         return broken
 
