@@ -1,8 +1,9 @@
-"""`kvstow plan`, run as a user runs it but inside this process."""
+"""`kvstow models`, `plan` and `check`, run as a user runs them but inside this process."""
 
 import json
 import sys
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -40,6 +41,7 @@ GROUP_KEYS = {
     "rows_per_slab",
     "placements",
 }
+MODEL_KEYS = {"name", "aliases", "family", "layers", "kv_bytes_per_token", "fixed_bytes", "context"}
 TINY = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -52,8 +54,8 @@ TINY = {
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
-def invoke(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, list(arguments))
+def invoke(*arguments: str, stdin: bytes | None = None) -> Result:
+    result = CliRunner().invoke(app, list(arguments), input=stdin)
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result
 
@@ -260,7 +262,7 @@ def test_notes_of_the_model_go_to_stderr(tmp_path):
         (["./nowhere/config.json"], 2, ["error:", "nowhere", "No such file"]),
         (["llama-3.1-8b", "--memory", "20 gigs"], 2, ["'20 gigs' is not a size", "hint:"]),
         (["llama-3.1-8b", "--memory", "1GiB", "--num-slabs", "9"], 2, ["1073741824", "9", "hint:"]),
-        (["llama-3.1-8b", "--rank", "4", "--tp", "4"], 2, ["--rank 4", "4 ranks", "hint:"]),
+        (["llama-3.1-8b", "--rank", "4", "--tp", "4"], 2, ["rank 4", "4 ranks", "hint:"]),
         (["llama-3.1-8b", "--tp", "0"], 2, ["--tp"]),
         (["llama-3.1-8b", "--order", "NHCLB"], 2, ["--order", "BLHNC"]),
         (["llama-3.1-8b", "--packing", "loose"], 2, ["--packing", "union"]),
@@ -269,8 +271,8 @@ def test_notes_of_the_model_go_to_stderr(tmp_path):
         (["llama-3.1-8b", "--unknown"], 2, ["--unknown"]),
         ([], 2, ["MODEL"]),
         (["llama-3.1-8b", "--memory", "3MB"], 1, ["3000000", "2097152", "hint:"]),
-        (["llama-3.1-8b", "--tp", "3"], 1, ["error:", "3"]),
-        (["llama-3.1-8b", "--pp", "33"], 1, ["32", "33", "hint:"]),
+        (["llama-3.1-8b", "--tp", "3"], 2, ["error:", "3"]),
+        (["llama-3.1-8b", "--pp", "33"], 2, ["32", "33", "hint:"]),
         (["llama-3.1-8b", "--kv-dtype", "fp9"], 2, ["fp9", "hint:"]),
     ],
 )
@@ -389,3 +391,158 @@ def test_a_length_that_is_asked_for_stands_in_place_of_the_usual_ones():
     assert list(document["request"]["at_tokens"]) == ["5000"]
     assert list(document["capacity"]["requests"]) == ["5000"]
     assert "5,000" in invoke("plan", "llama-3.1-8b", "--tokens", "5000").stdout
+
+
+# ── check ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    file = tmp_path / "layout.json"
+    options = ("--num-slabs", "5", "--manifest", str(file))
+    assert invoke("plan", "gpt-oss-20b", *options).exit_code == 0
+    return file
+
+
+def edited(manifest: Path, change) -> Path:
+    document = json.loads(manifest.read_bytes())
+    change(document)
+    manifest.write_text(json.dumps(document))
+    return manifest
+
+
+def test_a_planned_layout_is_ok(manifest):
+    result = invoke("check", str(manifest), "--json")
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert document["ok"] is True
+    assert document["violations"] == []
+    assert document["model"] == "gpt-oss-20b"
+
+
+def test_the_text_names_model_and_fingerprint(manifest):
+    result = invoke("check", str(manifest))
+    assert result.exit_code == 0
+    assert result.stdout.startswith("ok: gpt-oss-20b, 24 layers in 2 groups, 5 slabs")
+    assert result.stderr == ""
+
+
+def test_a_manifest_may_come_from_stdin(manifest):
+    assert invoke("check", "-", stdin=manifest.read_bytes()).exit_code == 0
+    broken = invoke("check", "-", stdin=b"{}")
+    assert broken.exit_code == 1
+    assert "stdin" in broken.stderr
+
+
+def test_every_broken_law_is_listed(manifest):
+    def shrink(document):
+        document["layout"]["nbytes"] = 4096
+
+    result = invoke("check", str(edited(manifest, shrink)), "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert document["ok"] is False
+    assert len(document["violations"]) == 2  # one for each group
+    assert all(line.startswith("bounds: ") for line in document["violations"])
+
+
+def test_broken_laws_are_data_and_the_verdict_is_talk(manifest):
+    def collide(document):
+        places = document["layout"]["groups"][0]["placements"]
+        places[1] = places[0]
+
+    result = invoke("check", str(edited(manifest, collide)))
+    assert result.exit_code == 1
+    assert "sharing" in result.stdout
+    assert result.stderr.startswith("error: ")
+    assert "violation" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"", "syntax"),
+        (b"\xff\xfe", "syntax"),
+        (b"[]", "shape"),
+        (b'{"kvstow": 99}', "version"),
+        (b'{"kvstow": 1}', "shape"),
+        (b'{"kvstow": 1, "kvstow": 1}', "duplicate"),
+        (b'{"kvstow": -1}', "range"),
+        (b"[" * 100_000, "syntax"),
+        (b" " * (16 * 2**20 + 1), "size"),
+    ],
+    ids=["empty", "not text", "a list", "version", "shape", "duplicate", "range", "deep", "large"],
+)
+def test_a_malformed_manifest_has_its_own_error(tmp_path, content, kind):
+    file = tmp_path / "layout.json"
+    file.write_bytes(content)
+    result = invoke("check", str(file), "--json")
+    assert result.exit_code == 1
+    (violation,) = json.loads(result.stdout)["violations"]
+    assert violation.startswith(f"{kind}: ")
+
+
+def test_a_file_that_cannot_be_read_is_a_usage_error(tmp_path):
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
+        result = invoke("check", str(path), "--json")
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert reason in result.stderr
+        assert str(path) in result.stderr
+
+
+def test_a_configuration_is_not_a_manifest(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama"}')
+    result = invoke("check", str(file))
+    assert result.exit_code == 1
+    assert result.stdout.startswith("shape: ")
+
+
+# ── models ─────────────────────────────────────────────────────────────────────────────
+
+
+def found(*words: str) -> dict[str, dict]:
+    result = invoke("models", *words, "--json")
+    assert result.exit_code == 0, result.stderr
+    return {model["name"]: model for model in json.loads(result.stdout)["models"]}
+
+
+def test_every_model_of_the_catalogue_is_listed_once_within_80_columns():
+    shown = found()
+    assert tuple(shown) == catalogue()
+    assert all(model.keys() >= MODEL_KEYS for model in shown.values())
+    text = invoke("models").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(f"\n{name} " in text for name in catalogue())
+
+
+def test_a_token_costs_keys_and_values_of_every_layer_that_keeps_it():
+    shown = found()
+    assert shown["llama-3.1-8b"]["kv_bytes_per_token"] == 32 * 2 * 8 * 128 * 2
+    assert shown["deepseek-v3"]["kv_bytes_per_token"] == 61 * (512 + 64) * 2
+    assert shown["gpt-oss-20b"]["kv_bytes_per_token"] == 12 * 2 * 8 * 64 * 2
+    assert shown["gpt-oss-20b"]["fixed_bytes"] == 9 * 16 * 12 * 2 * 8 * 64 * 2
+    assert shown["mistral-7b-v0.1"]["kv_bytes_per_token"] == 0
+    assert shown["llama-3.1-8b"]["context"] == 131072
+
+
+def test_words_filter_by_name_alias_and_family_and_all_of_them_have_to_be_there():
+    assert set(found("qwen3_MOE")) == {"qwen3-30b-a3b", "qwen3-235b-a22b"}
+    assert set(found("llama", "70b")) == {"llama-3.1-70b", "llama-3.3-70b"}
+    assert set(found("deepseek-r1")) == {"deepseek-r1-distill-qwen-32b", "deepseek-v3"}
+
+
+@pytest.mark.parametrize("command", ["models", "plan", "compare"])
+def test_a_name_that_is_not_known_is_answered_with_those_that_are_near(command):
+    result = invoke(command, "gpt4")
+    assert result.exit_code == (1 if command == "models" else 2)
+    assert result.stdout == ""
+    assert "did you mean gpt-oss-20b, gpt-oss-120b?" in result.stderr
+
+
+def test_nothing_near_is_suggested_for_a_name_that_is_like_no_other():
+    result = invoke("models", "qqqqqqqqqq")
+    assert result.exit_code == 1
+    assert "did you mean" not in result.stderr
+    assert "hint: kvstow models, without a word, lists all" in result.stderr

@@ -100,7 +100,7 @@ def test_answers_fit_80_columns(arguments):
         (["llama-3.1-8b", "--gpu", "h100", "--kv-dtype", "fp8,bf16"], 2, ["fp8,bf16", "hint:"]),
         (["llama-3.1-8b", "--requests", "4", "--kv-dtype", "fp8,bf16"], 2, ["fp8,bf16", "hint:"]),
         (["llama-3.1-8b", "--kv-dtype", "fp9"], 2, ["fp9", "hint:"]),
-        (["llama-3.1-8b", "--tp", "3", "--gpu", "h100"], 1, ["32", "3", "hint:"]),
+        (["llama-3.1-8b", "--tp", "3", "--gpu", "h100"], 2, ["32", "3", "hint:"]),
         (["glm-4.7-flash", "--gpu", "h100"], 2, ["--weights-bytes"]),
         (["llama-3.1-8b", "--utilization", "1.5"], 2, ["--utilization"]),
         (["llama-3.1-8b", "--requests", "0"], 2, ["--requests"]),

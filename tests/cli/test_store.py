@@ -81,7 +81,7 @@ def test_convert_writes_a_store_of_the_new_layout(directory, tmp_path):
     assert found["rows"] == 40
     assert found["order"] == "BHLNC"
     again = run("store", "convert", directory, "--to", tmp_path / "new", "--layout", manifest)
-    assert again.exit_code == 1
+    assert again.exit_code == 2
     assert "already" in again.stderr
 
 
@@ -133,7 +133,7 @@ def test_a_conversion_into_a_directory_with_files_is_refused_and_leaves_them(dir
     new.mkdir()
     (new / "mine").write_text("mine")
     done = run("store", "convert", directory, "--to", new, "--layout", manifest)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert (new / "mine").read_text() == "mine"
 
 

@@ -1,13 +1,13 @@
 """The command line: stdout is data, stderr is talk.
 
-models, plan, size, compare, check   layouts, before anything is allocated
-route, simulate                      what moving and serving would cost
-demo, bench                          prefill to decode for real; rates measured here
-status, store                        running agents, and stores
-remote_store                         the parts of `store` that take a URL
-why                                  where reuse of a prompt ends in a store, and why
-route_requests                       a router between prefill and decode instances
-options, output                      what users write, and how commands speak
+plan              known models, the layout of one, a manifest's laws
+size, compare     how much fits, and which layout is best
+route, simulate   what moving and serving would cost
+demo, bench       prefill to decode for real; rates measured here
+status, store     running agents, and stores
+why               where reuse of a prompt ends in a store, and why
+route_requests    a router between prefill and decode instances
+options, output   what users write, and how commands speak
 
 Commands import what they need inside their functions, so that
 `kvstow plan` never waits for torch, and `kvstow --help` waits for nothing.
@@ -21,12 +21,10 @@ import typer
 
 from kvstow import __version__
 from kvstow.cli.bench import bench
-from kvstow.cli.check import check
 from kvstow.cli.compare import compare
 from kvstow.cli.demo import demo
-from kvstow.cli.models import models
 from kvstow.cli.output import Commands
-from kvstow.cli.plan import plan
+from kvstow.cli.plan import check, models, plan
 from kvstow.cli.route import route
 from kvstow.cli.route_requests import route_requests
 from kvstow.cli.simulate import simulate

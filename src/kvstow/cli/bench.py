@@ -1,10 +1,7 @@
 """`kvstow bench`: transfers on this machine."""
 
-import json
 import logging
 import os
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -12,36 +9,28 @@ import typer
 from kvstow.cli.output import (
     INTERRUPTED,
     MISUSED,
+    Answer,
     CommandGroup,
     note,
     refuse,
     reporting,
     wrapped,
-    write_file,
 )
 from kvstow.text import human, table
 
 bench = typer.Typer(cls=CommandGroup, help="Measure transfers on this machine.")
 
-Rows = Annotated[int, typer.Option("--rows", min=1, help="Rows of one request.")]
+Rows = Annotated[int, typer.Option(min=1, help="Rows of one request.")]
 Layers = Annotated[
-    int, typer.Option("--layers", min=1, max=4096, help="Layers, each with 16 KiB of K and of V.")
+    int, typer.Option(min=1, max=4096, help="Layers, each with 16 KiB of K and of V.")
 ]
-Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Rounds; the best counts.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Rounds; the best counts.")]
 Tcp = Annotated[bool, typer.Option("--tcp", help="Use TCP on loopback, as between hosts.")]
-Device = Annotated[str, typer.Option("--device", help="Where the arenas are: cpu, cuda:0 …")]
+Device = Annotated[str, typer.Option(help="Where the arenas are: cpu, cuda:0 …")]
 Way = Annotated[
     Literal["read", "write", "slots"] | None,
     typer.Option(
-        "--direction",
-        help="Force a direction; without it, the fastest is measured.",
-        show_default=False,
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", metavar="FILE", help="Also write the JSON to FILE.", show_default=False
+        help="Force a direction; without it, the fastest is measured.", show_default=False
     ),
 ]
 
@@ -55,8 +44,7 @@ def transfer(
     tcp: Tcp = False,
     device: Device = "cpu",
     direction: Way = None,
-    output: Output = None,
-) -> "BenchReport":
+) -> Answer:
     """Pull scattered rows between two processes over NIXL.
 
     Compares with one contiguous buffer, with per-layer pieces, both through NIXL alone and in
@@ -65,7 +53,6 @@ def transfer(
     if tcp:  # has to be there before NIXL is loaded, here and in the other process
         os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     _check_device(device)
-    _check_output(output)
     from kvstow.testing.measure.transfer import Setting, measured
 
     setting = Setting(rows=rows, layers=layers, repeats=repeats, device=device)
@@ -79,9 +66,7 @@ def transfer(
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         os._exit(INTERRUPTED)  # NIXL may crash if it is unloaded in the middle of a transfer
-    if output is not None:
-        write_file(output, json.dumps(figures, indent=1) + "\n", "figures")
-    return BenchReport(figures)
+    return Answer(figures, _text(figures))
 
 
 def _check_device(device: str) -> None:
@@ -93,15 +78,6 @@ def _check_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
         refuse(f"--device {device}: {why}\n\nhint: cpu is always there", code=MISUSED)
-
-
-def _check_output(output: Path | None) -> None:
-    """Ends with 2, before anything is measured, where no file can be."""
-    if output is None:
-        return
-    if output.is_dir():
-        refuse(f"{output}: a directory, not a file", code=MISUSED)
-    output.parent.mkdir(parents=True, exist_ok=True)
 
 
 NAMES = {
@@ -116,37 +92,28 @@ NAMES = {
 """What is measured; pieces by threads of NIXL's on the host only."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchReport:
-    """Rates of one machine, and what kvstow adds to them."""
-
-    figures: dict[str, Any]
-
-    def as_json(self) -> dict[str, Any]:
-        return self.figures
-
-    def __str__(self) -> str:
-        figures = self.figures
-        rates, descriptors = figures["gigabytes_per_second"], figures["descriptors"]
-        lines = [
-            (text, f"{descriptors[name]:,}", f"{rates[name]:.2f}")
-            for name, text in NAMES.items()
-            if name in rates
-        ]
-        columns = (f"moved by {figures['direction']}", "descriptors", "GB/s")
-        threads = figures["ratio_to_per_layer_by_threads"]
-        beside = f", {threads:.2f} times with NIXL's threads" if threads else ""
-        ratios = wrapped(
-            f"scattered rows: {figures['ratio_to_raw']:.2f} of one buffer's rate, "
-            f"{figures['ratio_to_per_layer']:.2f} times the pieces', "
-            f"{figures['ratio_to_per_layer_built']:.2f} times where they are listed per "
-            f"request{beside}"
-        )
-        return (
-            f"{figures['machine']}\n\n"
-            f"{table(columns, lines)}\n\n"
-            f"{ratios}\n"
-            f"{figures['overhead_us_per_pull']:,.0f} µs of our own per pull; the digest's sample "
-            f"took {100 * figures['digest_sample_cost']:.1f} % (medians)\n"
-            f"{figures['contact_ms']:.1f} ms at first contact, beyond NIXL's own"
-        )
+def _text(figures: dict[str, Any]) -> str:
+    """Rates of this machine, and what kvstow adds to them."""
+    rates, descriptors = figures["gigabytes_per_second"], figures["descriptors"]
+    lines = [
+        (text, f"{descriptors[name]:,}", f"{rates[name]:.2f}")
+        for name, text in NAMES.items()
+        if name in rates
+    ]
+    columns = (f"moved by {figures['direction']}", "descriptors", "GB/s")
+    threads = figures["ratio_to_per_layer_by_threads"]
+    beside = f", {threads:.2f} times with NIXL's threads" if threads else ""
+    ratios = wrapped(
+        f"scattered rows: {figures['ratio_to_raw']:.2f} of one buffer's rate, "
+        f"{figures['ratio_to_per_layer']:.2f} times the pieces', "
+        f"{figures['ratio_to_per_layer_built']:.2f} times where they are listed per "
+        f"request{beside}"
+    )
+    return (
+        f"{figures['machine']}\n\n"
+        f"{table(columns, lines)}\n\n"
+        f"{ratios}\n"
+        f"{figures['overhead_us_per_pull']:,.0f} µs of our own per pull; the digest's sample "
+        f"took {100 * figures['digest_sample_cost']:.1f} % (medians)\n"
+        f"{figures['contact_ms']:.1f} ms at first contact, beyond NIXL's own"
+    )

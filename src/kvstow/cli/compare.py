@@ -1,13 +1,10 @@
 """`kvstow compare`: one model under many orders, packings, splits, block sizes and dtypes."""
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,11 +13,10 @@ from kvstow.cli import options
 from kvstow.cli.output import (
     HINT,
     MISUSED,
-    STDOUT,
-    Document,
     command_line,
     refuse,
     reporting,
+    usage,
     wrapped,
     write_file,
 )
@@ -45,12 +41,11 @@ SWEPT = {"tp": "tp", "block_tokens": "tokens", "kv_dtype": "kv dtype"}
 """What may be given several values, and its column."""
 
 Tps = Annotated[
-    str, typer.Option("--tp", metavar="N[,N…]", help="Tensor-parallel ranks; several are compared.")
+    str, typer.Option(metavar="N[,N…]", help="Tensor-parallel ranks; several are compared.")
 ]
 BlockTokens = Annotated[
     str | None,
     typer.Option(
-        "--block-tokens",
         metavar="N[,N…]",
         help="Tokens per block; several are compared.",
         show_default="16, or the model's own",
@@ -59,26 +54,14 @@ BlockTokens = Annotated[
 KvDtypes = Annotated[
     str | None,
     typer.Option(
-        "--kv-dtype",
         metavar="DTYPE[,DTYPE…]",
         help="Element type of the cache; several are compared.",
         show_default="the model's own",
     ),
 ]
-Orders = Annotated[
-    str, typer.Option("--order", metavar="ORDER[,ORDER…]", help="Orders of axes, or all.")
-]
+Orders = Annotated[str, typer.Option(metavar="ORDER[,ORDER…]", help="Orders of axes, or all.")]
 PackingNames = Annotated[
-    str, typer.Option("--packing", metavar="PACKING[,…]", help="slab, union, separate, or all.")
-]
-CsvFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--csv",
-        metavar="FILE",
-        help="Write one line per layout to FILE; - is stdout, in place of the table.",
-        show_default=False,
-    ),
+    str, typer.Option(metavar="PACKING[,…]", help="slab, union, separate, or all.")
 ]
 
 
@@ -246,19 +229,6 @@ class CompareReport:
             barred.setdefault(line.layout.error.partition(HINT)[0], []).append(" ".join(which))
         return barred
 
-    def as_csv(self) -> str:
-        """One line per layout, a header first."""
-        out = io.StringIO()
-        writer = csv.DictWriter(out, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        for each in self.layouts:
-            row = each.as_json() | {"model": self.first.model.name, "best": self.is_best(each)}
-            row["pp"] = self.first.deployment.pp
-            if each.error is None:
-                row |= {"copies": each.copies, "requests": each.usual_requests}
-            writer.writerow(row)
-        return out.getvalue()
-
     def page(self, command: str) -> str:
         """The page: a line per row, to be sorted; `command` makes it again."""
         from kvstow import __version__
@@ -273,26 +243,6 @@ class CompareReport:
         facts = {"kvstow": __version__, "usual_tokens": USUAL_TOKENS, "command": command}
         facts |= {"lines": lines, "arena": f"arena {self.arena}"}
         return page(f"{document['model']}: layouts compared", document | facts, ("sweep.js",))
-
-
-CSV_COLUMNS = [
-    "model",
-    "tp",
-    "pp",
-    "block_tokens",
-    "kv_dtype",
-    "order",
-    "packing",
-    "best",
-    "slab_bytes",
-    "num_slabs",
-    "arena_bytes",
-    "padding",
-    "copies",
-    "bytes_per_token",
-    "requests",
-    "error",
-]
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────
@@ -312,21 +262,20 @@ def compare(
     memory: options.Memory = None,
     num_slabs: options.NumSlabs = None,
     align: options.Align = None,
-    csv: CsvFile = None,
     html: options.HtmlFile = None,
-) -> CompareReport | Document:
+) -> CompareReport:
     """Layouts, splits and dtypes of a model, side by side.
 
     Exits with 1 if no layout is possible.
     """
-    options.check_arena(memory, num_slabs)
-    whole = Deployment(
-        model=model,
-        pp=pp,
-        memory=memory,
-        num_slabs=num_slabs,
-        alignment=options.alignment(align or ()),
-    )
+    with usage(PlanError):
+        whole = Deployment(
+            model=model,
+            pp=pp,
+            memory=memory,
+            num_slabs=num_slabs,
+            alignment=options.alignment(align or ()),
+        )
     tps = _numbers("--tp", tp, most=MAX_RANKS // pp)
     tokens: Sequence[int | None] = [None]
     if block_tokens:
@@ -351,17 +300,13 @@ def compare(
     )
     if html is not None:
         write_file(html, report.page(command_line(context)), "page")
-    if csv == STDOUT:
-        return Document("--csv", report.as_csv().encode())
-    if csv is not None:
-        write_file(csv, report.as_csv(), "table")
     return report
 
 
 def _first(deployments: list[Deployment], rank: int) -> RankLayers:
     """What the rank holds in the first deployment that can be; ends if none can."""
     for each in deployments:
-        options.check_model(each)
+        each.facts()
     for each in deployments:
         with suppress(ModelError, PlanError):
             each.on_rank(rank)

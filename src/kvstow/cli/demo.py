@@ -16,32 +16,25 @@ USUAL_MEMORY = 256 << 20
 Model = Annotated[
     str,
     typer.Option(
-        "--model",
         metavar="MODEL",
         help="smollm2, gemma3-270m, a checkpoint directory, or random:FAMILY (random:falcon_h1).",
     ),
 ]
 Prompts = Annotated[
     list[str] | None,
-    typer.Option(
-        "--prompt", metavar="TEXT", help="A prompt; repeatable.", show_default="five prompts"
-    ),
+    typer.Option(metavar="TEXT", help="A prompt; repeatable.", show_default="five prompts"),
 ]
-NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Maximum tokens per answer.")]
-BlockTokens = Annotated[int, typer.Option("--block-tokens", min=1, help="Tokens per block.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")]
+BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens per block.")]
 BlockTokensDecode = Annotated[
     int | None,
     typer.Option(
-        "--block-tokens-decode",
-        min=1,
-        help="Tokens per block where answers are decoded.",
-        show_default="as --block-tokens",
+        min=1, help="Tokens per block where answers are decoded.", show_default="as --block-tokens"
     ),
 ]
 OrderDecode = Annotated[
     Order | None,
     typer.Option(
-        "--order-decode",
         parser=options.order,
         metavar="ORDER",
         help="Axes where answers are decoded.",
@@ -51,7 +44,6 @@ OrderDecode = Annotated[
 Memory = Annotated[
     int | None,
     typer.Option(
-        "--memory",
         parser=options.size,
         metavar="SIZE",
         help="Memory for each side's rows.",
@@ -61,7 +53,6 @@ Memory = Annotated[
 Offload = Annotated[
     Path | None,
     typer.Option(
-        "--offload",
         metavar="DIR",
         help="Store rows in DIR, and answer again from them in a fresh process.",
         show_default=False,

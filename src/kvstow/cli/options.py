@@ -15,13 +15,12 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstow.cli.output import MISUSED, STDOUT, note, refuse
-from kvstow.errors import ManifestError, ModelError, PlanError, TransferError
-from kvstow.plan.layout import ORDERS, Layout, Order, parse_order
-from kvstow.plan.pack import PACKINGS, Alignment, Demand, Packing
+from kvstow.cli.output import MISUSED, STDOUT, note, refuse, usage
+from kvstow.errors import ManifestError, PlanError
+from kvstow.plan.layout import Layout, Order, parse_order
+from kvstow.plan.pack import Alignment, Demand, Packing
 from kvstow.plan.sizing.plan import MAX_BLOCK_TOKENS, Deployment, RankLayers, repacked
 from kvstow.plan.view import parse_size
-from kvstow.text import plural
 
 _USUAL = Alignment()
 
@@ -85,25 +84,20 @@ ModelName = Annotated[
         metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_model
     ),
 ]
-Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
-Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")]
+Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")]
+Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages.")]
 Rank = Annotated[
-    int, typer.Option("--rank", min=0, help="The rank to plan: stage × tp + tensor-parallel rank.")
+    int, typer.Option(min=0, help="The rank to plan: stage × tp + tensor-parallel rank.")
 ]
 BlockTokens = Annotated[
     int | None,
     typer.Option(
-        "--block-tokens",
-        min=1,
-        max=MAX_BLOCK_TOKENS,
-        help="Tokens per block.",
-        show_default="16, or the model's own",
+        min=1, max=MAX_BLOCK_TOKENS, help="Tokens per block.", show_default="16, or the model's own"
     ),
 ]
 KvDtype = Annotated[
     str | None,
     typer.Option(
-        "--kv-dtype",
         metavar="DTYPE",
         help="Element type of the cache: bfloat16, fp8, int8_per_token_head, nvfp4 …",
         show_default="the model's own",
@@ -112,7 +106,6 @@ KvDtype = Annotated[
 OrderName = Annotated[
     Order,
     typer.Option(
-        "--order",
         parser=order,
         metavar="ORDER",
         help="Axes, outermost first, Layer Block Head tokeN Content: BLHNC, BLNHC, BHLNC, LBHNC, "
@@ -122,14 +115,12 @@ OrderName = Annotated[
 PackingName = Annotated[
     Packing,
     typer.Option(
-        "--packing",
-        help="slab: tight rows in shared slabs; union: one row per slab; separate: nothing shared.",
+        help="slab: tight rows in shared slabs; union: one row per slab; separate: nothing shared."
     ),
 ]
 Memory = Annotated[
     int | None,
     typer.Option(
-        "--memory",
         parser=size,
         metavar="SIZE",
         help="Memory for the arena, such as 20GiB.",
@@ -139,30 +130,23 @@ Memory = Annotated[
 NumSlabs = Annotated[
     int | None,
     typer.Option(
-        "--num-slabs",
-        min=2,
-        max=MAX_SLABS,
-        help="Slabs of the arena, in place of --memory.",
-        show_default=False,
+        min=2, max=MAX_SLABS, help="Slabs of the arena, in place of --memory.", show_default=False
     ),
 ]
 Align = Annotated[
     list[str] | None,
     typer.Option(
-        "--align",
         metavar="[WHAT=]SIZE",
         help="Alignment of pages; or page=SIZE, row=SIZE, base=SIZE, LAYERS=SIZE. Repeatable.",
         show_default=f"page={_USUAL.page} row={_USUAL.row} base={_USUAL.base}",
     ),
 ]
 Name = Annotated[
-    str | None,
-    typer.Option("--name", help="Name to show in place of the model's own.", show_default=False),
+    str | None, typer.Option(help="Name to show in place of the model's own.", show_default=False)
 ]
 ManifestFile = Annotated[
     Path | None,
     typer.Option(
-        "--manifest",
         metavar="FILE",
         help="Write the layout's manifest to FILE; - is stdout, in place of the report.",
         show_default=False,
@@ -171,10 +155,7 @@ ManifestFile = Annotated[
 HtmlFile = Annotated[
     Path | None,
     typer.Option(
-        "--html",
-        metavar="FILE",
-        help="Write it as a self-contained page to FILE.",
-        show_default=False,
+        metavar="FILE", help="Write it as a self-contained page to FILE.", show_default=False
     ),
 ]
 
@@ -184,8 +165,8 @@ HtmlFile = Annotated[
 
 def on_rank(deployment: Deployment, rank: int) -> RankLayers:
     """What the rank holds. Ends with 2 on options that name no model, rank or layer."""
-    check_rank(deployment, rank, f"--rank {rank}")
-    check_model(deployment)
+    with usage(PlanError):
+        deployment.check_rank(rank)
     note_shadowed(deployment.model)
     held = deployment.on_rank(rank)
     for line in held.model.notes:
@@ -196,41 +177,12 @@ def on_rank(deployment: Deployment, rank: int) -> RankLayers:
     return held
 
 
-def check_model(deployment: Deployment) -> None:
-    """Ends with 2 on a model or a cache dtype that is not known."""
-    try:
-        deployment.facts()
-    except ModelError as error:
-        refuse(str(error), code=MISUSED)
-
-
-def check_rank(deployment: Deployment, rank: int, said: str) -> None:
-    """Ends with 2 for a rank that is none of the deployment's; `said` is what named it."""
-    if rank >= deployment.num_ranks:
-        refuse(
-            f"{said}: tp {deployment.tp} × pp {deployment.pp} is "
-            f"{plural(deployment.num_ranks, 'rank')}\n\n"
-            f"hint: ranks count from 0 to {deployment.num_ranks - 1}",
-            code=MISUSED,
-        )
-
-
 def note_shadowed(model: object) -> None:
     """Say so where a local file or folder has the name of a known model, and is read."""
     from kvstow.plan.models.catalogue import is_known
 
     if isinstance(model, str) and is_known(model) and Path(model).exists():
         note(f"{model}: read from {Path(model).absolute()}, not from the catalogue")
-
-
-def check_arena(memory: int | None, num_slabs: int | None) -> None:
-    """Ends with 2 where both say how large the arena is."""
-    if memory is not None and num_slabs is not None:
-        refuse(
-            f"--memory {memory} and --num-slabs {num_slabs} both say how "
-            "large the arena is\n\nhint: give one of them",
-            code=MISUSED,
-        )
 
 
 def _check_patterns(alignment: Alignment, names: list[str]) -> None:
@@ -245,54 +197,17 @@ def _check_patterns(alignment: Alignment, names: list[str]) -> None:
             )
 
 
-# ── addresses ─────────────────────────────────────────────────────────────────────────
-
-
-def check_agent(address: str) -> None:
-    """Ends with 2 on what cannot be the address of an agent."""
-    from kvstow.transfer.channel.address import check_dialled
-
-    try:
-        check_dialled(address)
-    except TransferError as error:
-        refuse(str(error), code=MISUSED)
-
-
 def check_url(url: str) -> None:
     """Ends with 2 on what is no address of an HTTP server."""
     from urllib.parse import urlsplit
 
     try:
         parts = urlsplit(url)
-        is_fine = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_fine = is_fine and (parts.port is None or parts.port > 0)
+        is_fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_fine = False
     if not is_fine:
         refuse(f"{url!r} is not a URL\n\nhint: for example http://127.0.0.1:8100", code=MISUSED)
-
-
-def check_store(path: Path) -> Path:
-    """The directory of a store; ends with 2 where there is none."""
-    if not (path / "layout.json").exists():
-        what = "no store there (layout.json is missing)" if path.is_dir() else "no such directory"
-        inside = ", ".join(store.name for store in stores_of_ranks(path)[:8])
-        hint = f"one of those in it: {inside}" if inside else "name the directory of a store"
-        refuse(f"{path}: {what}\n\nhint: {hint}", code=MISUSED)
-    return path
-
-
-def stores_in(path: Path) -> list[Path]:
-    """The store in a directory, or those in its folders. Ends with 2 where there is none."""
-    return stores_of_ranks(path) or [check_store(path)]
-
-
-def stores_of_ranks(path: Path) -> list[Path]:
-    """The stores in the folders of a directory that is not a store itself: those of ranks, or of
-    sizes of chunks."""
-    if (path / "layout.json").exists():
-        return []
-    return sorted(manifest.parent for manifest in path.glob("*/layout.json"))
 
 
 # ── shorthand ───────────────────────────────────────────────────────────────────────
@@ -373,54 +288,38 @@ def layout_in(path: Path) -> Layout:
 
 
 def _deployment(text: str) -> tuple[Deployment, int | None]:
+    """The deployment that a shorthand names, and the rank, if it names one."""
     from kvstow.plan.models import load_model
 
     model, _, rest = text.partition("@")
     settings: dict[str, Any] = {}
-    for setting in filter(None, rest.split(",")):
-        key, _, value = setting.partition("=")
-        if key in settings:
-            refuse(
-                f"{text}: {key} is given twice, as {settings[key]} and as {value}\n\n"
-                "hint: give it once",
-                code=MISUSED,
-            )
-        settings[key] = _value(text, key, value)
     try:
-        config = load_model(model)
-    except ModelError as error:
-        refuse(str(error), code=MISUSED)
-    rank = settings.pop("rank", None)
-    settings.setdefault("num_slabs", NUM_SLABS)
-    deployment = Deployment(model=config, **settings)
-    check_model(deployment)
-    if rank is not None:
-        check_rank(deployment, rank, f"{text}: rank={rank}")
+        for setting in filter(None, rest.split(",")):
+            key, _, value = setting.partition("=")
+            if key in settings:
+                raise PlanError(f"{key} is given twice, as {settings[key]} and as {value}")
+            settings[key] = _value(key, value)
+        rank = settings.pop("rank", None)
+        settings.setdefault("num_slabs", NUM_SLABS)
+        deployment = Deployment(model=load_model(model), **settings)
+        if rank is not None:
+            deployment.check_rank(rank)
+    except PlanError as error:
+        refuse(f"{text}: {error}", code=MISUSED)
     return deployment, rank
 
 
-def _value(text: str, key: str, value: str) -> int | str:
-    """The value of one setting; ends with 2 if it has no such value."""
+def _value(key: str, value: str) -> int | str:
+    """The value of one setting. Raises PlanError if that is none."""
     if key in _NUMBERS:
-        wanted = "a whole number from 0 on" if key == "rank" else "a whole number from 1 on"
-        if value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS:
-            number = int(value)
-            if number >= (key != "rank"):
-                return number
-    elif key == "order":
-        wanted = f"one of {', '.join(ORDERS)}, HND and NHD"
-        if value.upper() in (*ORDERS, "HND", "NHD"):
-            return parse_order(value)
-    elif key == "packing":
-        wanted = f"one of {', '.join(PACKINGS)}"
-        if value in PACKINGS:
-            return value
-    else:
-        wanted = "a setting"
-        if key == "kv_dtype" and value:
-            return value
-    return refuse(
-        f"{text}: {key}={value} is not {wanted}\n\nhint: settings are {', '.join(_SETTINGS)}, "
-        "as in llama-3.1-8b@tp=2,order=BHLNC",
-        code=MISUSED,
-    )
+        if not (value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS):
+            raise PlanError(f"{key}={value} is not a whole number")
+        return int(value)
+    if key == "order":
+        return parse_order(value)
+    if key not in _SETTINGS:
+        raise PlanError(
+            f"{key}={value} is not a setting\n\nhint: settings are {', '.join(_SETTINGS)}, as in "
+            "llama-3.1-8b@tp=2,order=BHLNC"
+        )
+    return value

@@ -2,25 +2,26 @@
 
 0   success
 1   the answer is no: a broken law, a budget too small
-2   bad usage: an unknown option, model or size, a file that cannot be read
+2   bad usage: an unknown option, model, split or size, a file that cannot be read
 """
 
 import errno
 import json as json_format
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
 from shlex import join
 from textwrap import fill
-from typing import Annotated, Any, NoReturn, Protocol, runtime_checkable
+from typing import Annotated, Any, NoReturn, Protocol
 
 import typer
 from typer.core import TyperGroup
 
-from kvstow.errors import BackendMissing, KvstowError
+from kvstow.errors import BackendMissing, KvstowError, ModelError
 
 WIDTH = 80
 HINT = "\n\nhint: "
@@ -80,7 +81,7 @@ class Commands(CommandGroup):
         try:
             return super().invoke(ctx)
         except KvstowError as error:
-            refuse(str(error), code=FAILED)
+            refuse(str(error), code=MISUSED if isinstance(error, ModelError) else FAILED)
         except ModuleNotFoundError as error:
             module = (error.name or "").partition(".")[0]
             if module not in EXTRAS:
@@ -104,19 +105,27 @@ def command_line(context: typer.Context) -> str:
 
 
 class Report(Protocol):
-    """The answer to one question; `str` of it is what people read."""
+    """The answer to one question: for programs, and, as `str` of it, for people.
+
+    If it has a `failure` that is not None, stderr gets that, and the command ends with 1.
+    """
 
     def as_json(self) -> object: ...
 
 
-@runtime_checkable
-class Verdict(Protocol):
-    """A report whose answer may be no."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A report whose text is written at once: few facts, few lines."""
 
-    @property
-    def failure(self) -> str | None:
-        """What is wrong, for stderr: the command ends with 1. None where nothing is."""
-        ...
+    facts: object
+    text: str
+    failure: str | None = None
+
+    def as_json(self) -> object:
+        return self.facts
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +143,9 @@ def reporting(command: Callable[..., Report | Document]) -> Callable[..., None]:
     def run(*, json: bool, **options: Any) -> None:
         report = command(**options)
         show(report, json=json)
-        if isinstance(report, Verdict) and report.failure is not None:
-            refuse(report.failure, code=FAILED)
+        failure: str | None = getattr(report, "failure", None)
+        if failure is not None:
+            refuse(failure, code=FAILED)
 
     shape = signature(command)
     option = Parameter("json", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
@@ -169,6 +179,15 @@ def refuse(message: str, *, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
+@contextmanager
+def usage(*errors: type[KvstowError]) -> Generator[None]:
+    """Ends with 2 on one of these errors: it is about what the user wrote."""
+    try:
+        yield
+    except errors as error:
+        refuse(str(error), code=MISUSED)
+
+
 def note(message: str) -> None:
     """One line of talk."""
     typer.echo(f"note: {message}", err=True)
@@ -190,15 +209,15 @@ def write_file(file: Path, content: str | bytes, what: str) -> None:
     note(f"{what} written to {file}")
 
 
-def slow_progress(what: str, *, after: float = 2.0) -> Callable[[int, int], None]:
-    """Says on stderr how far something is, a line every `after` seconds."""
+def slow_progress(what: str, *, every: float = 2.0) -> Callable[[int, int | None], None]:
+    """Says on stderr how far something is, a line every so many seconds."""
     last = time.monotonic()
 
-    def progress(done: int, total: int) -> None:
+    def progress(done: int, total: int | None) -> None:
         nonlocal last
-        if time.monotonic() - last > after:
+        if time.monotonic() - last > every:
             last = time.monotonic()
-            note(f"{done:,} of {total:,} {what}")
+            note(f"{done:,} {what}" if total is None else f"{done:,} of {total:,} {what}")
 
     return progress
 

@@ -1,13 +1,25 @@
-"""`kvstow plan`: the layout of a model, and what it costs and holds."""
+"""`kvstow models`, `plan` and `check`: known models, the layout of one, a manifest's laws."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import STDOUT, Document, reporting, slow_progress, write_file
+from kvstow.cli.output import (
+    FAILED,
+    STDOUT,
+    Answer,
+    Document,
+    refuse,
+    reporting,
+    slow_progress,
+    usage,
+    write_file,
+)
+from kvstow.errors import LayoutError, ManifestError, PlanError
 from kvstow.plan.retention import short_name
 from kvstow.plan.sizing.capacity import (
     bytes_per_token,
@@ -24,13 +36,100 @@ from kvstow.plan.sizing.reports import (
     plan_figures,
     tensor_bytes,
 )
-from kvstow.text import human, table
+from kvstow.text import human, plural, table
+
+# ── models ────────────────────────────────────────────────────────────────────────────
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="WORD",
+        help="Show only models with every WORD in their name, alias or family.",
+        show_default=False,
+    ),
+]
+LEGEND = (
+    "kv bytes: per token of a request, in the model's own dtype; 0 where only windows\n"
+    "or states are kept. context: the most tokens of a request, as published;\n"
+    "* was not compared with a second source."
+)
+
+
+@reporting
+def models(words: Words = None) -> Answer:
+    """Models known by name, and what a token costs in each."""
+    from kvstow.plan.models.catalogue import close_names, matching
+    from kvstow.plan.sizing.reports import catalogue_figures
+
+    names = matching(words or ())
+    if not names:
+        close = close_names("-".join(words or ()))
+        refuse(
+            f"no model has {' and '.join(map(repr, words or ()))} in its name\n\nhint: "
+            + (f"did you mean {', '.join(close)}?" if close else UNKNOWN),
+            code=FAILED,
+        )
+    figures = [catalogue_figures(name) for name in names]
+    rows = [
+        (
+            model["name"],
+            model["family"],
+            f"{model['layers']:,}",
+            f"{model['kv_bytes_per_token']:,}",
+            _context(model),
+        )
+        for model in figures
+    ]
+    columns = ("model", "family", "layers", "kv bytes", "context")
+    return Answer({"models": figures}, f"{table(columns, rows, num_left=2)}\n\n{LEGEND}")
+
+
+UNKNOWN = "kvstow models, without a word, lists all; other commands take a config.json, too"
+
+
+def _context(model: dict[str, Any]) -> str:
+    if model["context"] is None:
+        return "– "
+    return f"{model['context']:,}{' ' if 'context' in model['checked'] else '*'}"
+
+
+# ── check ─────────────────────────────────────────────────────────────────────────────
+
+File = Annotated[
+    Path, typer.Argument(metavar="FILE", help="A manifest; - reads stdin.", show_default=False)
+]
+
+
+@reporting
+def check(file: File) -> Answer:
+    """Check a manifest: bounds, overlaps, alignment, capacity.
+
+    Exits with 1 if it breaks one of the laws of a layout, or is not a manifest.
+    """
+    from kvstow.plan.manifest import decode, fingerprint
+
+    try:
+        layout = decode(options.read_manifest(file))
+    except ManifestError as error:
+        broken = error.__cause__
+        lines = broken.violations if isinstance(broken, LayoutError) else (str(error),)
+        name = "stdin" if file == STDOUT else str(file)
+        facts = {"ok": False, "violations": list(lines)}
+        return Answer(facts, "\n".join(lines), f"{name}: {plural(len(lines), 'violation')}")
+    digest = fingerprint(layout)
+    return Answer(
+        {"ok": True, "violations": [], "model": layout.model, "fingerprint": digest},
+        f"ok: {layout.model}, {plural(len(layout.layers), 'layer')} in "
+        f"{plural(len(layout.groups), 'group')}, {plural(layout.num_slabs, 'slab')} of "
+        f"{layout.slab_bytes:,} bytes\nfingerprint {digest}",
+    )
+
+
+# ── plan ──────────────────────────────────────────────────────────────────────────────
 
 Tokens = Annotated[
     int | None,
-    typer.Option(
-        "--tokens", min=1, help="Length of a request in tokens.", show_default="four lengths"
-    ),
+    typer.Option(min=1, help="Length of a request in tokens.", show_default="four lengths"),
 ]
 
 
@@ -165,20 +264,20 @@ def plan(
     html: options.HtmlFile = None,
 ) -> PlanReport | Document:
     """The layout of a model, what it costs and what fits."""
-    options.check_arena(memory, num_slabs)
-    deployment = Deployment(
-        model=model,
-        name=name,
-        tp=tp,
-        pp=pp,
-        block_tokens=block_tokens,
-        kv_dtype=kv_dtype,
-        order=order,
-        packing=packing,
-        memory=memory,
-        num_slabs=num_slabs,
-        alignment=options.alignment(align or ()),
-    )
+    with usage(PlanError):
+        deployment = Deployment(
+            model=model,
+            name=name,
+            tp=tp,
+            pp=pp,
+            block_tokens=block_tokens,
+            kv_dtype=kv_dtype,
+            order=order,
+            packing=packing,
+            memory=memory,
+            num_slabs=num_slabs,
+            alignment=options.alignment(align or ()),
+        )
     made = Plan.of(options.on_rank(deployment, rank))
     if html is not None:
         from kvstow.render.plan_page import plan_page

@@ -41,13 +41,12 @@ To = Annotated[
 LinkName = Annotated[
     str,
     typer.Option(
-        "--link",
         help="What the bytes travel on. One node: gpu (one GPU), nvlink, pcie4, pcie5, shm (host "
         "memory). A network: ib200, ib400, ib800, tcp10, tcp25, tcp100, or GB_PER_S:MICROS, the "
-        "time per copy.",
+        "time per copy."
     ),
 ]
-NumTokens = Annotated[int, typer.Option("--tokens", min=1, help="Request length in tokens.")]
+NumTokens = Annotated[int, typer.Option(min=1, help="Request length in tokens.")]
 
 
 # ── the report ────────────────────────────────────────────────────────────────────────

@@ -9,11 +9,9 @@ from kvstow.cli.output import note
 
 Urls = list[str]
 
-Decode = Annotated[
-    Urls, typer.Option("--decode", metavar="URL", help="A decode instance; repeatable.")
-]
+Decode = Annotated[Urls, typer.Option(metavar="URL", help="A decode instance; repeatable.")]
 Prefill = Annotated[
-    Urls | None, typer.Option("--prefill", metavar="URL", help="A prefill instance; repeatable.")
+    Urls | None, typer.Option(metavar="URL", help="A prefill instance; repeatable.")
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any.")]

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.options import check_arena, on_rank
-from kvstow.cli.output import MISUSED, command_line, refuse, reporting, write_file
-from kvstow.errors import TraceError
+from kvstow.cli.options import on_rank
+from kvstow.cli.output import command_line, reporting, slow_progress, usage, write_file
+from kvstow.errors import PlanError, TraceError
 from kvstow.plan.sizing.plan import Deployment, RankLayers
 
 if TYPE_CHECKING:
@@ -23,43 +23,32 @@ MAX_SECONDS = 1e12
 TraceName = Annotated[
     str,
     typer.Option(
-        "--trace",
         metavar="MIX|FILE",
         help="chat, agent, document, single, or a file: JSON lines, Mooncake's or Azure's trace.",
     ),
 ]
 PolicyName = Annotated[
-    Policy,
-    typer.Option("--policy", help="slab: kvstow's packing; union: both, side by side."),
+    Policy, typer.Option(help="slab: kvstow's packing; union: both, side by side.")
 ]
-NumRequests = Annotated[
-    int, typer.Option("--requests", min=1, help="Requests of a synthetic trace.")
-]
+NumRequests = Annotated[int, typer.Option(min=1, help="Requests of a synthetic trace.")]
 Rate = Annotated[
     float,
-    typer.Option(
-        "--rate", min=0.001, help="Requests per second of a synthetic trace; inf: all at once."
-    ),
+    typer.Option(min=0.001, help="Requests per second of a synthetic trace; inf: all at once."),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the synthetic trace.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the synthetic trace.")]
 MaxSeconds = Annotated[
     float | None,
     typer.Option(
-        "--seconds",
         min=0.1,
         max=MAX_SECONDS,
         help="Stop after so many simulated seconds.",
         show_default="the end of the trace",
     ),
 ]
-Chunk = Annotated[
-    int,
-    typer.Option("--chunk-tokens", min=1, help="Most tokens of a prompt computed in one step."),
-]
+Chunk = Annotated[int, typer.Option(min=1, help="Most tokens of a prompt computed in one step.")]
 PrefillRate = Annotated[
     float,
     typer.Option(
-        "--prefill-rate",
         min=0.001,
         metavar="TOKENS",
         help="Prompt tokens computed per second; inf: they take no time.",
@@ -68,17 +57,13 @@ PrefillRate = Annotated[
 DecodeRate = Annotated[
     float,
     typer.Option(
-        "--decode-rate",
         min=0.001,
         metavar="TOKENS",
         help="Tokens decoded per second, all requests together.",
         show_default="no limit",
     ),
 ]
-StepSeconds = Annotated[
-    float,
-    typer.Option("--step-seconds", min=0.0001, help="Shortest time that a step takes."),
-]
+StepSeconds = Annotated[float, typer.Option(min=0.0001, help="Shortest time that a step takes.")]
 
 
 @reporting
@@ -112,17 +97,17 @@ def simulate(
     """
     from kvstow.simulate import MIXES, Pace, SimulationReport
 
-    check_arena(memory, num_slabs)
-    deployment = Deployment(
-        model=model,
-        tp=tp,
-        pp=pp,
-        block_tokens=block_tokens,
-        kv_dtype=kv_dtype,
-        memory=memory,
-        num_slabs=num_slabs,
-        alignment=options.alignment(align or ()),
-    )
+    with usage(PlanError):
+        deployment = Deployment(
+            model=model,
+            tp=tp,
+            pp=pp,
+            block_tokens=block_tokens,
+            kv_dtype=kv_dtype,
+            memory=memory,
+            num_slabs=num_slabs,
+            alignment=options.alignment(align or ()),
+        )
     held = on_rank(deployment, rank)
     pace = Pace(
         prefill_rate=prefill_rate,
@@ -162,10 +147,8 @@ def _trace(name: str, *, requests: int, rate: float, seed: int) -> "list[TraceRe
 
     if name in MIXES:
         return synthetic(name, num_requests=requests, rate=rate, seed=seed)
-    try:
+    with usage(TraceError):
         return read_trace(Path(name))
-    except TraceError as error:
-        refuse(str(error), code=MISUSED)
 
 
 def _rate(trace: "list[TraceRequest]") -> float:
@@ -181,36 +164,23 @@ def _replay(
     pace: "Pace",
     seconds: float | None,
 ) -> "tuple[ReplayReport, SlabHistory]":
-    """Replay with a bar on stderr, and remember the slabs."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """Replay, say on stderr how far that is, and remember the slabs."""
     from kvstow.render.slab_history import SlabHistory
     from kvstow.simulate import Replay, ReplayReport
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("requests"),
-        TimeElapsedColumn(),
-    )
     replay, history = Replay(_layout(policy, held), trace, pace), SlabHistory()
-    console = Console(stderr=True)
-    quiet = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task(policy, total=len(trace))
+    say = slow_progress("requests")
 
-        def watch(done: int, total: int) -> None:
-            bar.update(task, completed=done)
-            history.see(
-                replay.ledger.pool,
-                replay.seconds,
-                prompt_tokens=replay.record.prompt_tokens,
-                hit_tokens=replay.record.hit_tokens,
-            )
+    def watch(done: int, total: int) -> None:
+        say(done, total)
+        history.see(
+            replay.ledger.pool,
+            replay.seconds,
+            prompt_tokens=replay.record.prompt_tokens,
+            hit_tokens=replay.record.hit_tokens,
+        )
 
-        record = replay.run(max_seconds=seconds or float("inf"), progress=watch)
+    record = replay.run(max_seconds=seconds or float("inf"), progress=watch)
     return ReplayReport.of(record), history
 
 

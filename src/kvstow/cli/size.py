@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import MISUSED, refuse, reporting
-from kvstow.errors import ModelError, PlanError
+from kvstow.cli.output import MISUSED, refuse, reporting, usage
+from kvstow.errors import PlanError
 from kvstow.plan.sizing.cluster import Engine, EngineName
 from kvstow.plan.sizing.plan import USUAL_TOKENS, Deployment
 
@@ -23,11 +23,10 @@ def complete_gpu(start: str) -> list[str]:
     return [name for name in GPUS if name.startswith(start.lower())]
 
 
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Length of a request in tokens.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Length of a request in tokens.")]
 Requests = Annotated[
     int | None,
     typer.Option(
-        "--requests",
         min=1,
         help="Concurrent requests; the answer is what they need.",
         show_default="as many as fit",
@@ -36,7 +35,6 @@ Requests = Annotated[
 Gpus = Annotated[
     str | None,
     typer.Option(
-        "--gpu",
         metavar="NAME|SIZE[,…]",
         autocompletion=complete_gpu,
         help="h100, h200, b200, a100, l40s, rtx-4090, mi300x …, or a GPU's memory; several are "
@@ -47,7 +45,6 @@ Gpus = Annotated[
 WeightsBytes = Annotated[
     int | None,
     typer.Option(
-        "--weights-bytes",
         parser=options.size,
         metavar="SIZE",
         help="Size of all weights together.",
@@ -57,39 +54,27 @@ WeightsBytes = Annotated[
 WeightsDtype = Annotated[
     str | None,
     typer.Option(
-        "--weights-dtype",
         metavar="DTYPE",
         help="Element type of the layers' weights: bfloat16, fp8, int4, nvfp4 …",
         show_default="the checkpoint's",
     ),
 ]
 Engines = Annotated[
-    EngineName,
-    typer.Option("--engine", help="What takes memory beside weights and cache; none: nothing."),
+    EngineName, typer.Option(help="What takes memory beside weights and cache; none: nothing.")
 ]
 Utilization = Annotated[
-    float,
-    typer.Option("--utilization", min=0.01, max=1.0, help="Fraction of a GPU's memory for it all."),
+    float, typer.Option(min=0.01, max=1.0, help="Fraction of a GPU's memory for it all.")
 ]
 MaxBatchedTokens = Annotated[
     int | None,
-    typer.Option(
-        "--max-batched-tokens",
-        min=1,
-        help="Tokens that the engine computes in one step.",
-        show_default="vLLM's",
-    ),
+    typer.Option(min=1, help="Tokens that the engine computes in one step.", show_default="vLLM's"),
 ]
 MaxNumSeqs = Annotated[
-    int | None,
-    typer.Option(
-        "--max-num-seqs", min=1, help="Requests that may run at once.", show_default="vLLM's"
-    ),
+    int | None, typer.Option(min=1, help="Requests that may run at once.", show_default="vLLM's")
 ]
 Reserve = Annotated[
     int | None,
     typer.Option(
-        "--reserve",
         parser=options.size,
         metavar="SIZE",
         help="What the engine takes beside weights and cache, where you know it from its log.",
@@ -97,21 +82,17 @@ Reserve = Annotated[
     ),
 ]
 MaybeTp = Annotated[
-    int | None,
-    typer.Option("--tp", min=1, help="Tensor-parallel ranks.", show_default="1, or searched"),
+    int | None, typer.Option(min=1, help="Tensor-parallel ranks.", show_default="1, or searched")
 ]
 MaybePp = Annotated[
-    int | None,
-    typer.Option("--pp", min=1, help="Pipeline stages.", show_default="1, or searched"),
+    int | None, typer.Option(min=1, help="Pipeline stages.", show_default="1, or searched")
 ]
 MaybeDp = Annotated[
-    int | None,
-    typer.Option("--dp", min=1, help="Replicas.", show_default="1, or as many as needed"),
+    int | None, typer.Option(min=1, help="Replicas.", show_default="1, or as many as needed")
 ]
 KvDtypes = Annotated[
     str | None,
     typer.Option(
-        "--kv-dtype",
         metavar="DTYPE[,DTYPE…]",
         help="Element type of the cache; several are searched, with --gpu and --requests.",
         show_default="the model's own",
@@ -174,17 +155,15 @@ def size(
             "hint: add both, or give one dtype",
             code=MISUSED,
         )
-    try:
-        for each in kv_dtypes:
-            Deployment(model=model, kv_dtype=each).facts()
-        weights = (
-            model_weights(model, weights_dtype)
-            if weights_bytes is None
-            else Weights(nbytes=weights_bytes, how="as given")
-        )
+    for each in kv_dtypes:
+        Deployment(model=model, kv_dtype=each).facts()
+    with usage(PlanError):
         gpus = [None] if gpu is None else [Gpu.parse(each) for each in gpu.split(",")]
-    except (ModelError, PlanError) as error:
-        refuse(str(error), code=MISUSED)
+    weights = (
+        model_weights(model, weights_dtype)
+        if weights_bytes is None
+        else Weights(nbytes=weights_bytes, how="as given")
+    )
     question = SizeQuestion(
         deployment=Deployment(
             model=model,

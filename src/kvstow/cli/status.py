@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import FAILED, MISUSED, Json, refuse, show
+from kvstow.cli.output import FAILED, Json, refuse, show, usage
 from kvstow.errors import SpecError, TransferError
 from kvstow.text import human, plural, table
 
 if TYPE_CHECKING:
-    from kvstow.transfer.channel.curve import Keys
     from kvstow.transfer.channel.status import StatusClient
 
 MAX_METRICS_BYTES = 8 << 20
@@ -37,7 +36,6 @@ Addresses = Annotated[
 Watch = Annotated[
     float | None,
     typer.Option(
-        "--watch",
         min=0.1,
         max=86_400,
         metavar="SECONDS",
@@ -48,10 +46,7 @@ Watch = Annotated[
 KeysFile = Annotated[
     Path | None,
     typer.Option(
-        "--keys-file",
-        metavar="FILE",
-        help="Key file; needed if the agents use keys.",
-        show_default=False,
+        metavar="FILE", help="Key file; needed if the agents use keys.", show_default=False
     ),
 ]
 
@@ -80,10 +75,13 @@ def status(
     and counters. A vLLM worker logs the address of its agent at start. Exits with 1 if an address
     does not answer.
     """
+    from kvstow.transfer.channel.curve import Keys
     from kvstow.transfer.channel.status import StatusClient
 
+    with usage(SpecError):
+        keys = Keys.read(keys_file) if keys_file is not None else None
     agents = [agent for address in addresses for agent in _agents(address)]
-    client, report = StatusClient(_keys(keys_file)), Status([])
+    client, report = StatusClient(keys), Status([])
     try:
         while True:
             report = Status.read(client, agents, before=report)
@@ -102,31 +100,20 @@ def status(
         refuse(f"{silent} of {len(agents)} addresses did not answer", code=FAILED)
 
 
-def _keys(file: Path | None) -> "Keys | None":
-    """The keys in a file; ends with 2 where it has none."""
-    from kvstow.transfer.channel.curve import Keys
-
-    try:
-        return Keys.read(file) if file is not None else None
-    except SpecError as error:
-        refuse(str(error), code=MISUSED)
-
-
 def _agents(address: str) -> Sequence[str]:
     """The addresses behind an argument; ends with 2 if it is none."""
+    from kvstow.transfer.channel.address import check_dialled
+    from kvstow.transfer.discovery import find_agents
+
     scheme = address.partition("://")[0]
     if scheme in ("http", "https"):
         options.check_url(address)
         return (address,)
-    if scheme != "dns":
-        options.check_agent(address)
-        return (address,)
-    from kvstow.transfer.discovery import find_agents
-
-    try:
-        return find_agents(address)
-    except TransferError as error:
-        refuse(str(error), code=MISUSED)
+    with usage(TransferError):
+        if scheme == "dns":
+            return find_agents(address)
+        check_dialled(address)
+    return (address,)
 
 
 # ── the report ────────────────────────────────────────────────────────────────────────

@@ -2,28 +2,40 @@
 
 import re
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstow.cli import options, remote_store
-from kvstow.cli.output import FAILED, MISUSED, CommandGroup, note, refuse, reporting
+from kvstow.cli import options
+from kvstow.cli.output import (
+    MISUSED,
+    Answer,
+    CommandGroup,
+    note,
+    refuse,
+    reporting,
+    slow_progress,
+    usage,
+)
+from kvstow.errors import StoreError
 from kvstow.text import human, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvstow.offload.disk.convert import Converted
+    from kvstow.offload.remote.client import BlobClient
     from kvstow.plan.layout import Layout
 
 store = typer.Typer(help="Inspect, verify, convert or prune stores of rows.", cls=CommandGroup)
 
 MOST_NAMED = 20
 """Damaged rows that are named in the text."""
+
+COLUMNS = ["tenant", "model", "identity", "layout", "order", "tp", "pp", "rows", "bytes", "newest"]
+"""Of a remote store's layouts."""
 
 _AGE = re.compile(r"([0-9]{1,9})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -40,28 +52,20 @@ def _age(text: str) -> float:
 Place = Annotated[
     str,
     typer.Argument(
-        metavar="DIR|URL",
-        help="The store's directory, or s3://…, redis://…",
-        show_default=False,
+        metavar="DIR|URL", help="The store's directory, or s3://…, redis://…", show_default=False
     ),
 ]
 
 Directories = Annotated[
     list[Path], typer.Argument(metavar="DIR", help="The stores of all ranks.", show_default=False)
 ]
-NewStore = Annotated[
-    Path, typer.Option("--to", metavar="DIR", help="The new store.", show_default=False)
-]
+NewStore = Annotated[Path, typer.Option(metavar="DIR", help="The new store.", show_default=False)]
 NewLayout = Annotated[
-    Path,
-    typer.Option(
-        "--layout", metavar="FILE", help="Manifest of the new layout.", show_default=False
-    ),
+    Path, typer.Option(metavar="FILE", help="Manifest of the new layout.", show_default=False)
 ]
 Capacity = Annotated[
     int | None,
     typer.Option(
-        "--capacity",
         parser=options.size,
         metavar="SIZE",
         help="Capacity of the new store.",
@@ -71,7 +75,6 @@ Capacity = Annotated[
 PruneTo = Annotated[
     int | None,
     typer.Option(
-        "--to",
         parser=options.size,
         metavar="SIZE",
         help="Largest size of the data files, or of all rows of a remote store.",
@@ -81,7 +84,6 @@ PruneTo = Annotated[
 TenantTo = Annotated[
     int | None,
     typer.Option(
-        "--tenant-to",
         parser=options.size,
         metavar="SIZE",
         help="Largest size of each tenant's rows (remote).",
@@ -91,7 +93,6 @@ TenantTo = Annotated[
 OlderThan = Annotated[
     float | None,
     typer.Option(
-        "--older-than",
         parser=_age,
         metavar="AGE",
         help="Drop rows older than AGE, such as 12h or 7d (remote).",
@@ -100,89 +101,122 @@ OlderThan = Annotated[
 ]
 
 
+# ── places ────────────────────────────────────────────────────────────────────────────
+
+
+def check_store(path: Path) -> Path:
+    """The directory of a store; ends with 2 where there is none."""
+    if not (path / "layout.json").exists():
+        what = "no store there (layout.json is missing)" if path.is_dir() else "no such directory"
+        inside = ", ".join(store.name for store in _stores_of_ranks(path)[:8])
+        hint = f"one of those in it: {inside}" if inside else "name the directory of a store"
+        refuse(f"{path}: {what}\n\nhint: {hint}", code=MISUSED)
+    return path
+
+
+def stores_in(path: Path) -> list[Path]:
+    """The store in a directory, or those in its folders. Ends with 2 where there is none."""
+    return _stores_of_ranks(path) or [check_store(path)]
+
+
+def _stores_of_ranks(path: Path) -> list[Path]:
+    """The stores in the folders of a directory that is not a store itself: those of ranks, or of
+    sizes of chunks."""
+    if (path / "layout.json").exists():
+        return []
+    return sorted(manifest.parent for manifest in path.glob("*/layout.json"))
+
+
+@contextmanager
+def client_at(url: str) -> "Generator[BlobClient]":
+    """A client of a remote store; ends with 2 where the URL names none."""
+    from kvstow.offload.remote.url import opened, parse
+
+    with usage(StoreError):
+        parse(url)
+    client, _ = opened(url)
+    with closing(client):
+        yield client
+
+
 # ── inspect ───────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class StoreReport:
-    """What a store on disk holds, and who writes to it."""
-
-    facts: dict[str, Any]
-
-    def as_json(self) -> dict[str, Any]:
-        return self.facts
-
-    def __str__(self) -> str:
-        facts = self.facts
-        of = "" if facts["capacity"] is None else f" of {human(facts['capacity'])}"
-        head = (
-            f"{facts['path']}: {facts['model'] or 'a model'}, {facts['order']}, tp rank "
-            f"{facts['tp'][0]} of {facts['tp'][1]}\n"
-            f"{facts['rows']:,} rows in {human(facts['data_bytes'])}{of}\n"
-            f"fingerprint {facts['fingerprint']}"
-        )
-        groups = [
-            (
-                group["name"],
-                str(group["block_tokens"]),
-                human(group["row_bytes"]),
-                f"{group['rows']:,}",
-                f"{group['files']:,}",
-                human(group["bytes"]),
-            )
-            for group in facts["groups"]
-        ]
-        writers = [
-            f"written by process {writer['pid']}" + ("" if writer["alive"] else ", which died")
-            for writer in facts["writers"]
-        ]
-        columns = ("group", "tokens", "row", "rows", "files", "bytes")
-        return "\n\n".join(filter(None, (head, table(columns, groups), "\n".join(writers))))
 
 
 @store.command()
 @reporting
-def inspect(place: Place) -> "StoreReport | remote_store.RemoteReport":
+def inspect(place: Place) -> Answer:
     """What a store holds, and who writes to it.
 
     Reads only: nothing is repaired or written.
     """
+    if "://" in place:
+        from kvstow.offload.remote.collect import survey as survey_objects
+
+        with client_at(place) as client:
+            facts = survey_objects(client)
+        return Answer(facts, _remote_text(facts))
     from kvstow.offload.disk.inspect import survey
 
-    if "://" in place:
-        return remote_store.inspect(place)
-    return StoreReport(survey(options.check_store(Path(place))))
+    facts = survey(check_store(Path(place)))
+    return Answer(facts, _disk_text(facts))
+
+
+def _disk_text(facts: dict[str, Any]) -> str:
+    of = "" if facts["capacity"] is None else f" of {human(facts['capacity'])}"
+    head = (
+        f"{facts['path']}: {facts['model'] or 'a model'}, {facts['order']}, tp rank "
+        f"{facts['tp'][0]} of {facts['tp'][1]}\n"
+        f"{facts['rows']:,} rows in {human(facts['data_bytes'])}{of}\n"
+        f"fingerprint {facts['fingerprint']}"
+    )
+    groups = [
+        (
+            group["name"],
+            str(group["block_tokens"]),
+            human(group["row_bytes"]),
+            f"{group['rows']:,}",
+            f"{group['files']:,}",
+            human(group["bytes"]),
+        )
+        for group in facts["groups"]
+    ]
+    writers = [
+        f"written by process {writer['pid']}" + ("" if writer["alive"] else ", which died")
+        for writer in facts["writers"]
+    ]
+    columns = ("group", "tokens", "row", "rows", "files", "bytes")
+    return "\n\n".join(filter(None, (head, table(columns, groups), "\n".join(writers))))
+
+
+def _remote_text(facts: dict[str, Any]) -> str:
+    head = f"{facts['url']}: {facts['rows']:,} rows, {human(facts['bytes'])}"
+    if not facts["layouts"]:
+        return head
+    return f"{head}\n\n{table(COLUMNS, map(_layout_line, facts['layouts']), num_left=7)}"
+
+
+def _layout_line(one: dict[str, Any]) -> list[str]:
+    has_manifest, newest = one["order"] is not None, one["newest"]
+    return [
+        one["tenant"],
+        one["model"] or ("" if has_manifest else "no manifest"),
+        one["identity"][:8],
+        one["fingerprint"][:8],
+        one["order"] or "",
+        f"{one['tp'][0]} of {one['tp'][1]}" if has_manifest else "",
+        f"{one['pp'][0]} of {one['pp'][1]}" if has_manifest else "",
+        f"{one['rows']:,}",
+        human(one["bytes"]),
+        "" if newest is None else f"{datetime.fromtimestamp(newest):%Y-%m-%d %H:%M:%S}",
+    ]
 
 
 # ── verify ────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """How many rows were read, and which of them were damaged."""
-
-    rows: int
-    nbytes: int
-    damaged: list[dict[str, Any]]
-
-    @property
-    def failure(self) -> str | None:
-        return f"{len(self.damaged):,} damaged rows" if self.damaged else None
-
-    def as_json(self) -> dict[str, Any]:
-        ok = not self.damaged
-        return {"ok": ok, "rows": self.rows, "bytes": self.nbytes, "damaged": self.damaged}
-
-    def __str__(self) -> str:
-        lines = [f"{self.rows:,} rows, {human(self.nbytes)} read: {len(self.damaged):,} damaged"]
-        return "\n".join(
-            [*lines, *(": ".join(map(str, each.values())) for each in self.damaged[:20])]
-        )
-
-
 @store.command()
 @reporting
-def verify(place: Place) -> VerifyReport:
+def verify(place: Place) -> Answer:
     """Compare every row with its checksum, and drop damaged ones.
 
     Exits with 1 if there were any.
@@ -190,61 +224,50 @@ def verify(place: Place) -> VerifyReport:
     if "://" in place:
         from kvstow.offload.remote.collect import verify as verify_objects
 
-        with remote_store.client_at(place) as client, _bar(None) as advance:
-            done = verify_objects(client, advance)
-        damaged = [{"name": name, "reason": reason} for name, reason in done.damaged]
-        return VerifyReport(done.rows, done.nbytes, damaged)
-    from kvstow.offload.disk.inspect import verify as verify_rows
-    from kvstow.offload.disk.tier import DiskTier
+        with client_at(place) as client:
+            checked = verify_objects(client, _row_progress(None))
+        damaged = [{"name": name, "reason": reason} for name, reason in checked.damaged]
+    else:
+        from kvstow.offload.disk.inspect import verify as verify_rows
+        from kvstow.offload.disk.tier import DiskTier
 
-    with (
-        closing(DiskTier(options.check_store(Path(place)))) as tier,
-        _bar(tier.usage.rows) as advance,
-    ):
-        found = verify_rows(tier, advance)
-    damaged = [{"group": group, "key": key.hex()} for group, key in found.damaged]
-    return VerifyReport(found.rows, found.nbytes, damaged)
+        with closing(DiskTier(check_store(Path(place)))) as tier:
+            checked = verify_rows(tier, _row_progress(tier.usage.rows))
+        damaged = [{"group": group, "key": key.hex()} for group, key in checked.damaged]
+    head = f"{checked.rows:,} rows, {human(checked.nbytes)} read: {len(damaged):,} damaged"
+    names = [": ".join(map(str, each.values())) for each in damaged[:MOST_NAMED]]
+    return Answer(
+        {
+            "ok": not damaged,
+            "rows": checked.rows,
+            "bytes": checked.nbytes,
+            "damaged": damaged,
+        },
+        "\n".join([head, *names]),
+        f"{len(damaged):,} damaged rows" if damaged else None,
+    )
 
 
-@contextmanager
-def _bar(total: int | None) -> "Generator[Callable[[int], None]]":
-    """A bar on stderr, if that is a terminal, which is told rows."""
-    from rich.console import Console
-    from rich.progress import Progress
+def _row_progress(total: int | None) -> Callable[[int], None]:
+    """Is told of rows that were read; says now and then how many there were."""
+    say, done = slow_progress("rows"), 0
 
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("rows", total=total)
-        yield lambda rows: bar.advance(task, rows)
+    def advance(rows: int) -> None:
+        nonlocal done
+        done += rows
+        say(done, total)
+
+    return advance
 
 
 # ── convert ───────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertReport:
-    """How many rows a new store has of an old one."""
-
-    done: "Converted"
-
-    @property
-    def failure(self) -> str | None:
-        left = self.done.incomplete
-        return f"{left:,} rows could not be read and were left out" if left else None
-
-    def as_json(self) -> dict[str, Any]:
-        done = self.done
-        return {"written": done.written, "incomplete": done.incomplete, "left_out": done.left_out}
-
-    def __str__(self) -> str:
-        return f"{self.done.written:,} rows written, {self.done.incomplete:,} left behind"
 
 
 @store.command()
 @reporting
 def convert(
     directories: Directories, to: NewStore, layout: NewLayout, capacity: Capacity = None
-) -> ConvertReport:
+) -> Answer:
     """Write a store's rows into a new store of another layout.
 
     `kvstow plan --manifest FILE` makes the layout. Order, alignment and tensor parallelism
@@ -254,16 +277,21 @@ def convert(
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         what = "a store" if (to / "layout.json").exists() else "something else"
-        refuse(f"{to}: there is {what} already\n\nhint: name a new directory", code=FAILED)
+        refuse(f"{to}: there is {what} already\n\nhint: name a new directory", code=MISUSED)
     new_layout = options.layout_in(layout)
-    old = [options.check_store(directory) for directory in directories]
+    old = [check_store(directory) for directory in directories]
     done = _converted(old, to, new_layout, capacity)
     if done.left_out:
         note(
             f"{done.left_out:,} rows of the old store are in no block of the new size: none "
             "ends where they end, their neighbours are gone, or they were stored without links"
         )
-    return ConvertReport(done)
+    lost = f"{done.incomplete:,} rows could not be read and were left out"
+    return Answer(
+        {"written": done.written, "incomplete": done.incomplete, "left_out": done.left_out},
+        f"{done.written:,} rows written, {done.incomplete:,} left behind",
+        lost if done.incomplete else None,
+    )
 
 
 def _converted(
@@ -298,23 +326,6 @@ def _remove(directory: Path, *, itself: bool) -> None:
 # ── prune ─────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class PruneReport:
-    """How many rows went, and what is left; by tenant in a remote store."""
-
-    rows: int
-    before: int
-    after: int
-    tenants: dict[str, int] | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        facts = {"rows": self.rows, "bytes_before": self.before, "bytes_after": self.after}
-        return facts if self.tenants is None else facts | {"tenants": self.tenants}
-
-    def __str__(self) -> str:
-        return f"{self.rows:,} rows dropped, {human(self.before)} before, {human(self.after)} now"
-
-
 @store.command()
 @reporting
 def prune(
@@ -322,23 +333,29 @@ def prune(
     to: PruneTo = None,
     tenant_to: TenantTo = None,
     older_than: OlderThan = None,
-) -> PruneReport:
+) -> Answer:
     """Drop rows until the rest fits, those used longest ago first.
 
     A remote store drops the oldest, and may be in use meanwhile. Writers with limits learn from
     this command how much it holds, so run it every few minutes.
     """
+    tenants: dict[str, Any] = {}
     if "://" in place:
         from kvstow.offload.remote.collect import collect
 
-        with remote_store.client_at(place) as client:
+        with client_at(place) as client:
             done = collect(client, most=to, most_by_tenant=tenant_to, older_than=older_than)
-        left = done.left
-        return PruneReport(done.rows, left.nbytes + done.nbytes, left.nbytes, left.tenants)
-    from kvstow.offload.disk.tier import DiskTier
+        rows, after, tenants = done.rows, done.left.nbytes, {"tenants": done.left.tenants}
+        before = after + done.nbytes
+    else:
+        from kvstow.offload.disk.tier import DiskTier
 
-    if to is None or tenant_to is not None or older_than is not None:
-        refuse("a store on disk is pruned --to SIZE, and by nothing else", code=MISUSED)
-    with closing(DiskTier(options.check_store(Path(place)))) as tier:
-        before = tier.usage.nbytes
-        return PruneReport(tier.prune(to), before, tier.usage.nbytes)
+        if to is None or tenant_to is not None or older_than is not None:
+            refuse("a store on disk is pruned --to SIZE, and by nothing else", code=MISUSED)
+        with closing(DiskTier(check_store(Path(place)))) as tier:
+            before = tier.usage.nbytes
+            rows, after = tier.prune(to), tier.usage.nbytes
+    return Answer(
+        {"rows": rows, "bytes_before": before, "bytes_after": after, **tenants},
+        f"{rows:,} rows dropped, {human(before)} before, {human(after)} now",
+    )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstow.cli import options, remote_store
-from kvstow.cli.output import MISUSED, refuse, reporting
+from kvstow.cli.output import MISUSED, refuse, reporting, usage
+from kvstow.cli.store import client_at, stores_in
 from kvstow.errors import KvstowError
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from kvstow.blocks.prompt import Prompt
     from kvstow.offload.store import Store
     from kvstow.offload.why import WhyEnded
+
+PATIENCE = 10
+"""Seconds that a look-up of the command line may take; an engine's budget is far less."""
 
 Place = Annotated[
     str,
@@ -89,22 +92,15 @@ def why(
     store: a running engine may hold more in memory. Where every rank has a folder, the rank that
     finds the fewest tokens counts.
     """
-    prompt = _prompt(_token_ids(tokens, text, tokenizer))
+    from kvstow.blocks.prompt import Prompt
+
+    with usage(KvstowError):
+        prompt = Prompt.of(_token_ids(tokens, text, tokenizer))
     explained = [
         _explained(store, prompt, model, salt=salt, adapter=adapter)
         for store in _stores(place, journal, identity)
     ]
     return min(explained, key=lambda each: each.found_tokens)
-
-
-def _prompt(ids: list[int]) -> "Prompt":
-    """The prompt; ends with 2 on ids that are none."""
-    from kvstow.blocks.prompt import Prompt
-
-    try:
-        return Prompt.of(ids)
-    except KvstowError as error:
-        refuse(str(error), code=MISUSED)
 
 
 def _explained(
@@ -132,18 +128,45 @@ def _stores(place: str, journal: Path | None, identity: str) -> "Iterator[Store]
     from kvstow.offload.store import Store
 
     if "://" in place:
-        store = remote_store.open_remote_store(place, identity)
+        store = _remote_store(place, identity)
         store.journal = None if journal is None else Journal(journal)
         yield store
         return
     directory = Path(place)
-    for rank in options.stores_in(directory):
+    for rank in stores_in(directory):
         store = Store.open(rank)
         if journal is not None:
             store.journal = Journal(journal)
         elif not (rank / FILE).exists() and (rank.parent / FILE).exists():
             store.journal = Journal(rank.parent)  # ranks have folders of their own
         yield store
+
+
+def _remote_store(url: str, identity: str) -> "Store":
+    """The store at a URL, as the writers of one computation see it; ends with 2 where there is
+    none, or where there are several and `identity` does not choose."""
+    from kvstow.offload.remote.collect import writers
+    from kvstow.offload.remote.url import parse
+    from kvstow.offload.store import Store
+
+    with client_at(url) as client:
+        tenant = parse(url)[2].tenant
+        layouts = {
+            writer_identity: writer.layout
+            for (owner, writer_identity, _), writer in writers(client).items()
+            if owner == tenant and writer_identity.startswith(identity)
+        }
+    if len(layouts) != 1:
+        lines = [f"\n  {each[:8]} {layout.model}" for each, layout in sorted(layouts.items())]
+        refuse(
+            f"{url}: {len(layouts)} computations have written there for tenant {tenant!r}"
+            + "".join(lines)
+            + "\n\nhint: kvstow store inspect URL; choose one with --identity",
+            code=MISUSED,
+        )
+    (layout,) = layouts.values()
+    patient = url if "budget=" in url else f"{url}{'&' if '?' in url else '?'}budget={PATIENCE}"
+    return Store(remote=patient).bind(layout)
 
 
 def _token_ids(tokens: str | None, text: str | None, tokenizer: Path | None) -> list[int]:

@@ -99,8 +99,8 @@ def test_without_a_size_sixteen_gib_are_planned_for():
         ({"tp": 10**27}, PlanError, "tp is 10{27}"),
         ({"tp": 3}, ModelError, "8 attention heads cannot be split over 3"),
         ({"pp": 6}, ModelError, "5 layers cannot fill 6 pipeline stages"),
-        ({"rank": 1}, PlanError, "rank 1 is not one of the 1 ranks"),
-        ({"rank": -1}, PlanError, "rank -1 is not one of"),
+        ({"rank": 1}, PlanError, "rank 1: tp 1 × pp 1 is 1 rank"),
+        ({"rank": -1}, PlanError, "rank -1: tp 1 × pp 1 is 1 rank"),
         ({"order": "XYZ"}, PlanError, "order 'XYZ' is none of"),
         ({"packing": "loose"}, PlanError, "packing 'loose' is none of slab, union, separate"),
         ({"kv_dtype": "fp9"}, ModelError, "unknown cache dtype 'fp9'\n\nhint: one of bfloat16"),
@@ -128,7 +128,7 @@ def test_a_model_that_does_not_exist_is_refused():
 
 
 def test_a_deployment_has_no_rank_beyond_its_last():
-    with pytest.raises(PlanError, match="rank 2 is not one of the 2 ranks"):
+    with pytest.raises(PlanError, match="rank 2: tp 2 × pp 1 is 2 ranks"):
         Deployment(model="llama-3.2-1b", tp=2).layout(2)
 
 

@@ -21,6 +21,7 @@ from kvstow.plan.models.precision import precision
 from kvstow.plan.pack import PACKINGS, Alignment, Packing, Site, packed_as
 from kvstow.plan.sizing.capacity import max_requests, request_bytes
 from kvstow.plan.view import check_count, parse_size
+from kvstow.text import plural
 
 DEFAULT_MEMORY = 16 << 30
 """What is planned for where neither memory nor a number of slabs is given."""
@@ -82,8 +83,8 @@ class Deployment:
         """Raises PlanError for a rank that is none of the deployment's."""
         if type(rank) is not int or not 0 <= rank < self.num_ranks:
             raise PlanError(
-                f"rank {rank!r} is not one of the {self.num_ranks} ranks of tp {self.tp} × "
-                f"pp {self.pp}\n\nhint: ranks count from 0 to {self.num_ranks - 1}"
+                f"rank {rank!r}: tp {self.tp} × pp {self.pp} is {plural(self.num_ranks, 'rank')}"
+                f"\n\nhint: ranks count from 0 to {self.num_ranks - 1}"
             )
 
     def facts(self) -> Config:
