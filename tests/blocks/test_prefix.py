@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from block_layouts import computed, layer, ledger_of, state, tokens
-from kvstow.blocks.prefix import MAX_DEPTH, PrefixIndex, SourceTokens
+from kvstow.blocks.prefix import PrefixIndex
 from kvstow.blocks.prompt import Prompt
 from kvstow.plan.retention import Window
 
@@ -71,7 +71,7 @@ def test_a_window_hit_needs_only_the_last_window() -> None:
     ledger.release(request)
     held = ledger.prefixes.hit(Prompt.of([*ids, 1]))
     assert held.num_tokens == 20
-    assert held.blocks[0].logical.tolist() == [8, 9]
+    assert held.blocks[0].index.tolist() == [8, 9]
 
 
 def test_the_hit_is_the_longest_that_all_groups_serve() -> None:
@@ -185,33 +185,19 @@ def test_outputs_that_follow_a_prompt_are_confirmed_with_it() -> None:
     ledger.release(computed(ledger, Prompt.of(ids[:10])))
     ledger.release(computed(ledger, Prompt.of(ids)))
     assert ledger.hit_tokens(Prompt.of([*ids, 1])) == 20
-    numbers = {int(n) for n in ledger.prefixes._index[0].source if n >= 0}
-    sources = [ledger.prefixes.source(number) for number in numbers]
-    assert sorted((source.start, source.end) for source in sources) == [(0, 10), (10, 20)]
 
 
-def test_a_chain_of_source_tokens_is_no_longer_than_its_limit() -> None:
-    ids = tokens(MAX_DEPTH + 9)
-    source = SourceTokens.of(Prompt.of(ids[:1]))
-    assert source.depth == 0
-    for end in range(2, len(ids) + 1):
-        source = SourceTokens.of(Prompt.of(ids[:end]), source, end - 1)
-        links, part = 0, source
-        while part.parent is not None:
-            links, part = links + 1, part.parent
-        assert links == source.depth <= MAX_DEPTH
-        assert source.confirms(Prompt.of(ids), end)
-
-
-def test_a_long_chain_of_source_tokens_still_confirms() -> None:
-    ids = tokens(100)
-    source = SourceTokens.of(Prompt.of(ids[:5]))
-    for end in range(10, 101, 5):
-        source = SourceTokens.of(Prompt.of(ids[:end]), source, end - 5)
-        assert source.depth <= MAX_DEPTH
-        assert source.confirms(Prompt.of(ids), end)
-        assert not source.confirms(Prompt.of([*ids[:2], -ids[2] % 7, *ids[3:]]), end)
-        assert not source.confirms(Prompt.of(ids), end + 1)
+def test_blocks_of_tokens_that_come_one_by_one_are_confirmed_by_one_source() -> None:
+    ledger = ledger_of(layer("a", tokens=2))
+    ids = tokens(20)
+    request = computed(ledger, Prompt.of(ids[:4]))
+    for n in range(4, 20):
+        ledger.append(request, ids[n : n + 1])
+        ledger.grow(request, n + 1)
+        assert len(ledger.prefixes._sources) == 1
+    ledger.release(request)
+    assert ledger.hit_tokens(Prompt.of([*ids, 1])) == 20
+    assert ledger.hit_tokens(Prompt.of([*ids[:15], ids[15] + 1, *ids[16:], 1])) == 14
 
 
 def test_source_tokens_are_gone_when_their_rows_are() -> None:

@@ -19,11 +19,9 @@ def table(retention: Retention, tokens: int = 2, slots: int = 3) -> BlockTable:
 
 def test_a_full_table_grows_with_its_longest_request() -> None:
     it = table(Full())
-    it.open(0, 0, 3)
-    it.write(0, 0, np.array([5, 6, 9]))
+    it.open(0, 0, np.array([5, 6, 9]))
     it.append(0, np.arange(100, 300))
-    it.open(1, 0, 1)
-    it.write(1, 0, np.array([4]))
+    it.open(1, 0, np.array([4]))
     assert it.all_ids(0).tolist() == [5, 6, 9, *range(100, 300)]
     assert it.blocks(1).ids.tolist() == [4]
     assert it.last_ids(np.array([0, 1])).tolist() == [299, 4]
@@ -33,8 +31,7 @@ def test_a_full_table_grows_with_its_longest_request() -> None:
 @pytest.mark.parametrize("size", [1, 4, 9])
 def test_a_window_holds_what_it_sees_however_far_it_has_moved(step: int, size: int) -> None:
     it = table(Window(size), step)
-    it.open(0, 0, 1)
-    it.write(0, 0, np.array([1]))
+    it.open(0, 0, np.array([1]))
     model = {0: 1}
     tokens, row = 1, 1
     for more in [1] * 40 + [3, 1, 50, 1, 1, 400, 1, 1, 1_000, 1, 1]:
@@ -64,8 +61,7 @@ def test_many_requests_slide_at_once() -> None:
     it = table(Window(4), 2, slots=4)
     slots = np.arange(4)
     for slot in slots.tolist():
-        it.open(slot, 0, 4)
-        it.write(slot, 0, slot * 10 + np.arange(4))
+        it.open(slot, 0, slot * 10 + np.arange(4))
     _, gone = it.slide(slots, np.array([8, 7, 5, 3]), np.array([1, 1, 1, 1]))
     assert sorted(gone.tolist()) == [0, 1, 10, 11, 20]
     assert it.first.tolist() == [2, 2, 1, 0]
@@ -73,8 +69,7 @@ def test_many_requests_slide_at_once() -> None:
 
 def test_a_single_block_stays_until_another_one_is_needed() -> None:
     it = table(Window(4), 2)
-    it.open(0, 0, 3)
-    it.write(0, 0, np.array([7, 8, 9]))
+    it.open(0, 0, np.array([7, 8, 9]))
     assert len(it.slide(SLOT, np.array([5]), np.array([0]))[1]) == 0
     assert it.slide(SLOT, np.array([6]), np.array([1]))[1].tolist() == [7]
     assert it.near(SLOT).tolist() == [6], "the row that was just left is the next one"

@@ -72,13 +72,13 @@ def test_a_hit_is_the_longest_that_every_group_can_serve(
     hit = ledger.prefixes.hit(prompt)
     assert hit.num_tokens == longest
     for g, shared in hit.blocks.items():
-        blocks = zip(shared.logical.tolist(), shared.ids.tolist(), strict=True)
+        blocks = zip(shared.index.tolist(), shared.ids.tolist(), strict=True)
         assert all(rows[g, block] == row for block, row in blocks)
         needed = {
             e // ledger.groups[g].block_tokens
             for e in range(longest)
             if sees(ledger.groups[g], longest, e)
         }
-        assert set(shared.logical.tolist()) == needed
+        assert set(shared.index.tolist()) == needed
     ledger.admit(prompt)
     ledger.check()

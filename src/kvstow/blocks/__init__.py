@@ -7,7 +7,6 @@ In the order in which a request meets them:
     requests    what the ledger knows of each request
     prefix      PrefixCache: which rows hold the beginning of a prompt
     table       BlockTable: the blocks of every request in one group, and what a step adds
-    states      StateTable: running states of recurrent groups, and checkpoints of them
     pool        Pool: holds on rows, and what is in them
     placement   which rows a demand gets, and what is evicted for it
     slabs       Slabs: which group owns which slab

@@ -12,6 +12,7 @@ given back, and prefixes that were looked at count as used.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,9 @@ import numpy.typing as npt
 from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prefix import MISS, PrefixCache, PrefixHit
-from kvstow.blocks.prompt import Prompt
+from kvstow.blocks.prompt import Hashes, Prompt
 from kvstow.blocks.requests import Requests
 from kvstow.blocks.rows import NONE
-from kvstow.blocks.states import Checkpoints, StateTable
 from kvstow.blocks.table import (
     BlockTable,
     Growth,
@@ -49,6 +49,15 @@ class Admission:
     copies: tuple[RowCopy, ...]
 
 
+class Checkpoint(NamedTuple):
+    """A running state to be copied for others, who find it by the hash of the tokens before it."""
+
+    group: int
+    row: int
+    hashes: Hashes
+    source: int
+
+
 class Ledger:
     """Requests on a pool.
 
@@ -66,24 +75,28 @@ class Ledger:
         self.pool = pool
         self.groups = tuple(rows.group for rows in layout.groups)
         self._requests = Requests()
-        self._tables: dict[int, BlockTable] = {}
-        self._states: dict[int, StateTable] = {}
-        for g, group in enumerate(self.groups):
-            if isinstance(group.retention, State):
-                self._states[g] = StateTable(group)
-            else:
-                self._tables[g] = BlockTable(group, gaps=pool.has_gaps(g))
+        self._tables = [
+            BlockTable(group, gaps=pool.has_gaps(g)) for g, group in enumerate(self.groups)
+        ]
+        self._states = {
+            g: self._tables[g]
+            for g, group in enumerate(self.groups)
+            if isinstance(group.retention, State)
+        }
         self._encoders = {
             g: ceil_div(group.retention.tokens, group.block_tokens)
             for g, group in enumerate(self.groups)
             if isinstance(group.retention, Encoder)
         }
-        self._growing = {g: t for g, t in self._tables.items() if g not in self._encoders}
+        self._growing = {
+            g: table
+            for g, table in enumerate(self._tables)
+            if g not in self._encoders and g not in self._states
+        }
         num_rows = [layout.num_blocks(g) for g in range(len(self.groups))]
         self.prefixes = PrefixCache(self.groups, num_rows) if caching else None
         if self.prefixes:
             pool.on_evict.append(self.prefixes.remove)
-        self._checkpoints = Checkpoints(pool, self._requests, self._states, self.prefixes)
 
     # ── questions ─────────────────────────────────────────────────────────────────
 
@@ -101,7 +114,7 @@ class Ledger:
         nothing may be used.
         """
         slot = int(self._requests.slots(request)[0])
-        return {g: self._marked(g, self._part(g).blocks(slot)) for g in range(len(self.groups))}
+        return {g: self._marked(g, table.blocks(slot)) for g, table in enumerate(self._tables)}
 
     def _marked(self, g: int, blocks: Blocks) -> Blocks:
         if not self.pool.num_suspect(g):
@@ -119,9 +132,6 @@ class Ledger:
         slots = self._requests.living()
         room = table.end[slots] * table.block_tokens - self._requests.num_tokens[slots]
         return int(room[room > 0].sum())
-
-    def _part(self, g: int) -> BlockTable | StateTable:
-        return self._states[g] if g in self._states else self._tables[g]
 
     # ── admit ─────────────────────────────────────────────────────────────────────
 
@@ -145,8 +155,7 @@ class Ledger:
             self._reserve(max(64, 2 * self._requests.num_slots))
         slot = self._requests.open(upto, known, hit.num_tokens)
         if self.prefixes and known:
-            source = self.prefixes.add_source(known, hit.source, hit.num_tokens)
-            self._requests.sources[slot] = source
+            self._requests.sources[slot] = self.prefixes.add_source(known)
         copies = tuple(
             copy for g in range(len(self.groups)) for copy in self._open(slot, g, hit, held[g])
         )
@@ -176,30 +185,21 @@ class Ledger:
 
     def _open(self, slot: int, g: int, hit: PrefixHit, ids: Ints) -> Sequence[RowCopy]:
         """Enter a request's rows of one group: what is shared, then what is new."""
-        shared = hit.blocks.get(g)
-        if g in self._states:
-            row = int(ids[0])
-            self._states[g].open(slot, row)
-            if shared is None or not len(shared.ids):
-                return ()
-            source = int(shared.ids[0])
-            self.pool.release(g, shared.ids)
-            return (RowCopy(g, source, row),)
-        table = self._tables[g]
-        if shared is None:
-            table.open(slot, 0, len(ids))
-            table.write(slot, 0, ids)
+        table, shared = self._tables[g], hit.blocks.get(g)
+        if shared is None or g in self._states:
+            table.open(slot, 0, ids)
+        else:
+            start = hit.num_tokens // table.block_tokens
+            table.open(slot, start - len(shared), np.concatenate((shared.ids, ids)))
+        if shared is None or g not in self._states or not len(shared):
             return ()
-        start = hit.num_tokens // table.block_tokens
-        table.open(slot, shared.first, start + len(ids))
-        table.write(slot, shared.first, shared.ids)
-        table.write(slot, start, ids)
-        return ()
+        self.pool.release(g, shared.ids)
+        return (RowCopy(g, int(shared.ids[0]), int(ids[0])),)
 
     def _reserve(self, num_slots: int) -> None:
         self._requests.reserve(num_slots)
-        for g in range(len(self.groups)):
-            self._part(g).reserve(num_slots)
+        for table in self._tables:
+            table.reserve(num_slots)
 
     # ── grow ──────────────────────────────────────────────────────────────────────
 
@@ -231,7 +231,7 @@ class Ledger:
         growth = self._growth(slots, before, after)
         grows = after > before
         tails = self._shared_tails(slots[grows], before[grows])
-        due = self._checkpoints.due(slots[grows], before[grows])
+        due = self._checkpoints_due(slots[grows], before[grows])
         singles = [RowDemand(tail.group, 1) for tail in tails]
         try:
             ids = self.pool.hold_all([*growth.demands, *singles])
@@ -243,7 +243,7 @@ class Ledger:
         growth.enter(self.pool, ids[: len(growth.demands)])
         if tails:
             self._requests.forked[slots[grows]] = False
-        return (*copies, *(self._checkpoints.offer(due) if due else ()))
+        return (*copies, *(self._keep_checkpoints(due) if due else ()))
 
     def _growth(self, slots: Ints, before: Ints, after: Ints) -> Growth:
         """The blocks that requests need to grow. Windows move on, whether they fit or not."""
@@ -317,9 +317,7 @@ class Ledger:
         self._requests.prompts[slot] = longer
         self._requests.num_known[slot] = len(longer)
         if self.prefixes and number is not None:
-            parent = self.prefixes.source(number)
-            self._requests.sources[slot] = self.prefixes.add_source(longer, parent, len(prompt))
-            self.prefixes.drop_source(number)
+            self.prefixes.extend_source(number, longer)
 
     def _store_computed(self, slots: Ints, computed: Ints) -> None:
         """Make whole blocks of computed tokens, whose ids are known, known as prefixes."""
@@ -352,6 +350,38 @@ class Ledger:
             stored = self.prefixes.store(g, rows, hashes, number)
             self.pool.keep(g, stored)
 
+    # A state is somewhere only after all its tokens and before the next one. So a checkpoint is
+    # made when a request that stands at a multiple of `block_tokens` goes on: the engine copies the
+    # running row first. Only later requests may start from it.
+
+    def _checkpoints_due(self, slots: Ints, num_tokens: Ints) -> list[Checkpoint]:
+        """Of requests that go on from `num_tokens`, the states that later requests could start
+        from, and have no such yet."""
+        due: list[Checkpoint] = []
+        for g, table in self._states.items() if self.prefixes else ():
+            at = np.nonzero((num_tokens % table.block_tokens == 0) & (num_tokens > 0))[0]
+            for slot, tokens in zip(slots[at].tolist(), num_tokens[at].tolist(), strict=True):
+                prompt, source = self._requests.prompts[slot], self._requests.sources[slot]
+                if prompt is None or source is None or len(prompt) < tokens:
+                    continue
+                row, hashes = table.all_ids(slot), prompt.hash_after(tokens)
+                if not (self.pool.suspect(g, row) | self.prefixes.known(g, hashes)).any():
+                    due.append(Checkpoint(g, int(row[0]), hashes, source))
+        return due
+
+    def _keep_checkpoints(self, due: Sequence[Checkpoint]) -> list[RowCopy]:
+        """Cache copies of states at once; none where there is no room for all."""
+        assert self.prefixes is not None
+        try:
+            held = self.pool.hold_all([RowDemand(each.group, 1) for each in due])
+        except OutOfBlocks:
+            return []
+        for each, row in zip(due, held, strict=True):
+            stored = self.prefixes.store(each.group, row, each.hashes, each.source)
+            self.pool.keep(each.group, stored)
+            self.pool.release(each.group, row)
+        return [RowCopy(d.group, d.row, int(row[0])) for d, row in zip(due, held, strict=True)]
+
     # ── fork, release ─────────────────────────────────────────────────────────────
 
     def fork(self, request: int) -> Admission:
@@ -365,18 +395,19 @@ class Ledger:
         twin = self._requests.open(
             int(self._requests.num_tokens[slot]), known, int(self._requests.num_stored[slot])
         )
-        number = self._requests.sources[slot]
-        if self.prefixes and known and number is not None:
-            parent = self.prefixes.source(number)
-            self._requests.sources[twin] = self.prefixes.add_source(known, parent, len(known))
-        for g, table in self._tables.items():
-            self.pool.share(g, table.all_ids(slot))
-            table.copy(slot, twin)
+        if self.prefixes and known:
+            self._requests.sources[twin] = self.prefixes.add_source(known)
         copies: list[RowCopy] = []
-        for (g, states), row in zip(self._states.items(), rows, strict=True):
-            self.pool.inherit(g, int(states.running[slot]), int(row[0]))
-            states.open(twin, int(row[0]))
-            copies.append(RowCopy(g, int(states.running[slot]), int(row[0])))
+        states = dict(zip(self._states, rows, strict=True))
+        for g, table in enumerate(self._tables):
+            ids = table.all_ids(slot)
+            if g in states:
+                copies.append(RowCopy(g, int(ids[0]), int(states[g][0])))
+                self.pool.inherit(*copies[-1])
+                table.open(twin, 0, states[g])
+            else:
+                self.pool.share(g, ids)
+                table.copy(slot, twin)
         self._requests.forked[[slot, twin]] = True
         num_tokens = int(self._requests.num_tokens[slot])
         return Admission(self._requests.handle(twin), num_tokens, tuple(copies))
@@ -395,14 +426,13 @@ class Ledger:
             if computed_tokens is not None:
                 tokens = np.minimum(tokens, np.asarray(computed_tokens, np.int64))
             self._store_computed(slots, tokens)
-        for g in range(len(self.groups)):
-            part = self._part(g)
-            ids = [part.all_ids(slot) for slot in slots.tolist()]
+        for g, table in enumerate(self._tables):
+            ids = [table.all_ids(slot) for slot in slots.tolist()]
             self.pool.release(g, ids[0] if len(ids) == 1 else np.concatenate((NONE, *ids)))
         for slot in map(int, slots):
             if self.prefixes and (number := self._requests.sources[slot]) is not None:
                 self.prefixes.drop_source(number)
-            for table in self._tables.values():
+            for table in self._tables:
                 table.end[slot] = 0
             self._requests.close(slot)
 
@@ -414,7 +444,7 @@ class Ledger:
         broken: list[str] = []
         slots = self._requests.living()
         for g, group in enumerate(self.groups):
-            each = [self._part(g).all_ids(slot) for slot in slots.tolist()]
+            each = [self._tables[g].all_ids(slot) for slot in slots.tolist()]
             rows = np.concatenate(each) if each else NONE
             twice = sum(len(ids) - len(np.unique(ids)) for ids in each)
             if twice:

@@ -22,55 +22,27 @@ from kvstow.blocks.rows import NONE
 from kvstow.plan.group import Group
 from kvstow.plan.retention import Bools, Encoder, Full, longest_prefix, seen_blocks
 from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
 
 log = logging.getLogger(__name__)
 
-MAX_DEPTH = 8
-"""A longer chain of source tokens is written out, so that confirming stays a few comparisons."""
 
+class SourceTokens(NamedTuple):
+    """What some rows were computed from: a prompt's tokens, and what else decides their content."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SourceTokens:
-    """What some rows were computed from: `tokens` from `start` on; before them the parent's.
-
-    A prompt that continues another one keeps only what it adds to it.
-    """
-
-    parent: "SourceTokens | None"
-    start: int
     tokens: Tokens
     salt: bytes
     extra: Extra
-    depth: int
-
-    @staticmethod
-    def of(prompt: Prompt, parent: "SourceTokens | None" = None, start: int = 0) -> "SourceTokens":
-        """Those of a prompt, the first `start` tokens of which are confirmed by the parent."""
-        if parent is None or parent.depth >= MAX_DEPTH:
-            parent, start = None, 0
-        depth = 0 if parent is None else parent.depth + 1
-        tokens = prompt.tokens[start:].copy() if start else prompt.tokens
-        return SourceTokens(parent, start, tokens, prompt.salt, prompt.extra, depth)
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
 
     def confirms(self, prompt: Prompt, num_tokens: int) -> bool:
         """Whether the first `num_tokens` tokens of the prompt, and all else that their
         content depends on, are the same."""
-        if self.end < num_tokens or len(prompt) < num_tokens or self.salt != prompt.salt:
-            return False
-        if _before(self.extra, num_tokens) != _before(prompt.extra, num_tokens):
-            return False
-        part, end = self, num_tokens
-        while True:
-            start = min(part.start, end)
-            if np.count_nonzero(part.tokens[: end - start] != prompt.tokens[start:end]):
-                return False
-            if part.parent is None:
-                return True
-            part, end = part.parent, start
+        return (
+            len(self.tokens) >= num_tokens
+            and self.salt == prompt.salt
+            and _before(self.extra, num_tokens) == _before(prompt.extra, num_tokens)
+            and not np.count_nonzero(self.tokens[:num_tokens] != prompt.tokens[:num_tokens])
+        )
 
 
 def _before(extra: Extra, num_tokens: int) -> list[tuple[int, bytes]]:
@@ -127,28 +99,15 @@ class PrefixIndex:
         return hashes
 
 
-class SharedBlocks(NamedTuple):
-    """Rows of the blocks from `first` on."""
-
-    ids: Ints
-    first: int
-
-    @property
-    def logical(self) -> Ints:
-        """Which blocks they are."""
-        return np.arange(self.first, self.first + len(self.ids))
-
-
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
     """The first `num_tokens` tokens of a prompt are in these blocks, by group."""
 
     num_tokens: int
-    blocks: Mapping[int, SharedBlocks]
-    source: SourceTokens | None
+    blocks: Mapping[int, Blocks]
 
 
-MISS = PrefixHit(0, {}, None)
+MISS = PrefixHit(0, {})
 
 
 class BlockEvent(NamedTuple):
@@ -196,7 +155,7 @@ class PrefixCache:
             blocks = {g: self._shared(g, ids, num_tokens) for g, ids in rows.items()}
             mismatched = self._mismatched(prompt, blocks)
             if not mismatched:
-                return PrefixHit(num_tokens, blocks, self._source(blocks))
+                return PrefixHit(num_tokens, blocks)
             for g, ids in rows.items():
                 ids[np.isin(self._index[g].source[ids], mismatched)] = -1
         return MISS
@@ -208,12 +167,12 @@ class PrefixCache:
             return self._index[g].find_leading(hashes)
         return self._index[g].find(hashes)
 
-    def _shared(self, g: int, rows: Ints, num_tokens: int) -> SharedBlocks:
+    def _shared(self, g: int, rows: Ints, num_tokens: int) -> Blocks:
         """Of the rows of a prompt's blocks those that a token at `num_tokens` sees."""
         seen = seen_blocks(self._groups[g].retention, num_tokens, self._step[g])
-        return SharedBlocks(rows[seen.start : seen.stop], seen.start)
+        return Blocks(rows[seen.start : seen.stop], np.arange(seen.start, seen.stop))
 
-    def _mismatched(self, prompt: Prompt, blocks: Mapping[int, SharedBlocks]) -> list[int]:
+    def _mismatched(self, prompt: Prompt, blocks: Mapping[int, Blocks]) -> list[int]:
         """Sources of the rows that were computed from other tokens than the prompt's."""
         ends: dict[int, int] = {}
         for g, part in blocks.items():
@@ -223,15 +182,8 @@ class PrefixCache:
             last = [*(sources[1:] != sources[:-1]).nonzero()[0].tolist(), len(sources) - 1]
             for i in last:
                 source = int(sources[i])
-                ends[source] = max(ends.get(source, 0), (part.first + i + 1) * self._step[g])
+                ends[source] = max(ends.get(source, 0), (int(part.index[i]) + 1) * self._step[g])
         return [n for n, end in ends.items() if not self._sources[n].confirms(prompt, end)]
-
-    def _source(self, blocks: Mapping[int, SharedBlocks]) -> SourceTokens | None:
-        """The tokens of a row that ends where the hit does."""
-        for g, part in blocks.items():
-            if len(part.ids):
-                return self._sources[int(self._index[g].source[part.ids[-1]])]
-        return None
 
     def known(self, g: int, hashes: Hashes) -> Bools:
         """Which hashes the group has a row for."""
@@ -243,16 +195,16 @@ class PrefixCache:
 
     # ── changes ───────────────────────────────────────────────────────────────────
 
-    def add_source(self, prompt: Prompt, parent: SourceTokens | None, start: int) -> int:
-        """Keep a prompt's tokens, to be named by number when its rows are stored. The first
-        `start` are the parent's."""
+    def add_source(self, prompt: Prompt) -> int:
+        """Keep a prompt's tokens, to be named by number when its rows are stored."""
         number, self._next_source = self._next_source, self._next_source + 1
-        self._sources[number] = SourceTokens.of(prompt, parent, start)
         self._num_uses[number] = 1
+        self.extend_source(number, prompt)
         return number
 
-    def source(self, number: int) -> SourceTokens:
-        return self._sources[number]
+    def extend_source(self, number: int, prompt: Prompt) -> None:
+        """The prompt is what was kept under the number, with more tokens behind it."""
+        self._sources[number] = SourceTokens(prompt.tokens, prompt.salt, prompt.extra)
 
     def drop_source(self, number: int) -> None:
         """The prompt's request is over; its tokens stay as long as rows need them."""

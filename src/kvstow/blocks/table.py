@@ -1,5 +1,7 @@
 """Tables: the ids that every request has in one group, and what a step adds to them.
 
+A recurrent group has one block per request, its running row.
+
     slot     logical block k at column k, of a window at column k % width
     0      │ 40 41 42 17 ·  ·  ·  · │        blocks [first, end) are held
     1      │  ·  ·  · 70 71 72 73 · │
@@ -9,6 +11,7 @@ The ring of a window is as wide as the longest stretch that was ever held, for a
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,11 +82,10 @@ class BlockTable:
 
     # ── changes ───────────────────────────────────────────────────────────────────
 
-    def open(self, slot: int, first: int, end: int) -> None:
-        """Begin a request that has blocks `[first, end)`."""
-        self._widen(end, end - first)
-        self.first[slot] = first
-        self.end[slot] = end
+    def open(self, slot: int, first: int, ids: Ints) -> None:
+        """Begin a request that has blocks from `first` on."""
+        self.first[slot] = self.end[slot] = first
+        self.append(slot, ids)
 
     def copy(self, slot: int, twin: int) -> None:
         """Begin a request with all that another one has."""
@@ -258,8 +260,7 @@ def by_block(parts: list[Ints]) -> Ints:
 # ── copies before a step ──────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class RowCopy:
+class RowCopy(NamedTuple):
     """Row `source` of a group is to be copied to row `destination`."""
 
     group: int
