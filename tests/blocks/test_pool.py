@@ -204,7 +204,6 @@ def changes(pool: Pool, ids: np.ndarray) -> dict[str, Callable[[], object]]:
         "hold_all": lambda: pool.hold_all([RowDemand(0, 1)]),
         "share": lambda: pool.share(0, ids),
         "release": lambda: pool.release(0, ids),
-        "renew": lambda: pool.renew(0, ids),
         "keep": lambda: pool.keep(0, ids),
         "forget": lambda: pool.forget(0, ids),
         "quarantine": lambda: pool.quarantine(0, ids),

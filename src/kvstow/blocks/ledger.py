@@ -233,14 +233,10 @@ class Ledger:
         tails = self._shared_tails(slots[grows], before[grows])
         due = self._checkpoints_due(slots[grows], before[grows])
         singles = [RowDemand(tail.group, 1) for tail in tails]
-        try:
-            ids = self.pool.hold_all([*growth.demands, *singles])
-        except OutOfBlocks:
-            growth.undo(self.pool)
-            raise
+        ids = self.pool.hold_all([*growth.demands, *singles])
         rows = [int(part[0]) for part in ids[len(growth.demands) :]]
         copies = [self._copied(tail, row) for tail, row in zip(tails, rows, strict=True)]
-        growth.enter(self.pool, ids[: len(growth.demands)])
+        growth.enter(ids[: len(growth.demands)])
         if tails:
             self._requests.forked[slots[grows]] = False
         return (*copies, *(self._keep_checkpoints(due) if due else ()))
@@ -251,29 +247,11 @@ class Ledger:
         for g, table in self._growing.items():
             more = ceil_div(after, table.block_tokens) - table.end[slots]
             if table.moves:
-                self._slide(g, slots, before, more, growth)
+                self.pool.release(g, table.slide(slots, before, more))
             wanted = np.nonzero(more)[0]
             if len(wanted):
                 growth.add(g, table, slots[wanted], more[wanted], after[wanted])
         return growth
-
-    def _slide(self, g: int, slots: Ints, before: Ints, more: Ints, growth: Growth) -> None:
-        """Move windows on. A row that its request leaves and that is nobody else's becomes
-        its next one: then `more` is set to zero. Others are given back."""
-        table = self._growing[g]
-        at, ids = table.slide(slots, before, more)
-        if not len(ids):
-            return
-        again = self.pool.renewable(g, ids) & (more[at] == 1)
-        if len(at) > 1:  # of a request that leaves several rows none is used again
-            again[1:] &= at[1:] != at[:-1]
-            again[:-1] &= at[1:] != at[:-1]
-        num_again = int(np.count_nonzero(again))
-        if num_again:
-            growth.renew(g, table, slots[at[again]], ids[again])
-            more[at[again]] = 0
-        if num_again < len(ids):
-            self.pool.release(g, ids[~again])
 
     def received(self, requests: Handles) -> None:
         """All tokens of requests were brought from elsewhere, not computed here.
@@ -286,8 +264,7 @@ class Ledger:
         tokens = self._requests.num_tokens[slots]
         for g, table in self._growing.items():
             if table.moves:
-                _, ids = table.slide(slots, tokens, np.ones_like(tokens))
-                self.pool.release(g, ids)
+                self.pool.release(g, table.slide(slots, tokens, np.ones_like(tokens)))
 
     def _shared_tails(self, slots: Ints, num_tokens: Ints) -> tuple[SharedTail, ...]:
         forked = self._requests.forked[slots]

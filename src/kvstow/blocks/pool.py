@@ -17,7 +17,7 @@ from threading import get_ident
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.placement import RowDemand, hold_rows, hold_rows_after, roomy
+from kvstow.blocks.placement import RowDemand, hold_rows, hold_rows_after
 from kvstow.blocks.rows import (
     KEPT,
     NEW,
@@ -219,21 +219,6 @@ class Pool:
             ids = ids[left == 0]
         if len(ids):
             slabs.release(rows, ids)
-
-    def renewable(self, group: int, ids: Ints) -> Bools:
-        """Which held rows their only holder may use for new content right away.
-
-        None where slabs are scarce: then rows had better move to where they fill gaps.
-        """
-        slabs, rows = self._of[group]
-        if rows.per_slab > 1 and not roomy(slabs):
-            return np.zeros(len(ids), np.bool_)
-        return (rows.refs[ids] == 1) & (rows.state[ids] == NEW)
-
-    def renew(self, group: int, ids: Ints) -> None:
-        """Use renewable rows, each named once, for new content."""
-        self.check_thread()
-        self._of[group][1].generations[ids] += 1
 
     # ── content ───────────────────────────────────────────────────────────────────
 

@@ -118,9 +118,8 @@ class BlockTable:
     def replace_last(self, slot: int, row: int) -> None:
         self.write(slot, int(self.end[slot]) - 1, np.array([row]))
 
-    def slide(self, slots: Ints, num_tokens: Ints, more: Ints) -> tuple[Ints, Ints]:
-        """Give up what no token at `num_tokens` or later sees: positions among the requests,
-        and ids.
+    def slide(self, slots: Ints, num_tokens: Ints, more: Ints) -> Ints:
+        """Give up what no token at `num_tokens` or later sees: its ids.
 
         A single block stays until the request needs `more`, which can then be its row.
         """
@@ -129,15 +128,15 @@ class BlockTable:
         first = self.first[slots]
         moved = np.nonzero(seen - first > (more == 0))[0]
         if not len(moved):
-            return moved, moved
+            return moved
         slots, seen, first = slots[moved], seen[moved], first[moved]
         gone = seen - first
         self.first[slots] = seen
         if gone.max() == 1:
-            return moved, self._ids[slots, self._columns(first)]
+            return self._ids[slots, self._columns(first)]
         lines = np.repeat(np.arange(len(moved)), gone)
         steps = np.arange(len(lines)) - np.repeat(gone.cumsum() - gone, gone)
-        return moved[lines], self._ids[slots[lines], self._columns(first[lines] + steps)]
+        return self._ids[slots[lines], self._columns(first[lines] + steps)]
 
     def _columns(self, logical: Ints) -> Ints:
         return logical % self._ids.shape[1] if self.moves else logical
@@ -180,24 +179,13 @@ class GrowthEntry:
     num_demands: int
 
 
-@dataclass(frozen=True, slots=True)
-class RenewedRows:
-    """Rows, one for each request, that go on as the next block of their request."""
-
-    group: int
-    table: BlockTable
-    slots: Ints
-    ids: Ints
-
-
 class Growth:
     """The blocks that many requests need in one step: `demands`, in the order in which they
-    are to be held, and rows that their requests use again."""
+    are to be held."""
 
     def __init__(self) -> None:
         self.demands: list[RowDemand] = []
         self._entries: list[GrowthEntry] = []
-        self._renewed: list[RenewedRows] = []
 
     def add(self, g: int, table: BlockTable, slots: Ints, more: Ints, num_tokens: Ints) -> None:
         """Requests of which each needs so many more blocks to reach so many tokens."""
@@ -213,12 +201,8 @@ class Growth:
             self.demands += demands
             self._entries.append(GrowthEntry(table, slots[i : i + 1], len(demands)))
 
-    def renew(self, g: int, table: BlockTable, slots: Ints, ids: Ints) -> None:
-        """Requests of which each goes on in a row that it has just left."""
-        self._renewed.append(RenewedRows(g, table, slots, ids))
-
-    def enter(self, pool: Pool, ids: list[Ints]) -> None:
-        """Write what was held for the demands, and what is used again, into the tables."""
+    def enter(self, ids: list[Ints]) -> None:
+        """Write what was held for the demands into the tables."""
         held = iter(ids)
         for entry in self._entries:
             parts = [next(held) for _ in range(entry.num_demands)]
@@ -226,14 +210,6 @@ class Growth:
                 entry.table.append(int(entry.slots[0]), by_block(parts))
             else:
                 entry.table.append_one_each(entry.slots, parts[0])
-        for part in self._renewed:
-            pool.renew(part.group, part.ids)
-            part.table.append_one_each(part.slots, part.ids)
-
-    def undo(self, pool: Pool) -> None:
-        """Give back the rows that were to be used again."""
-        for part in self._renewed:
-            pool.release(part.group, part.ids)
 
 
 def demands_of(g: int, table: BlockTable, count: int, num_tokens: int) -> list[RowDemand]:
