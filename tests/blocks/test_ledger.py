@@ -165,6 +165,17 @@ def test_of_two_forks_that_grow_together_one_keeps_the_block() -> None:
     assert ledger.blocks(one)[0].ids[1] != ledger.blocks(two)[0].ids[1]
 
 
+def test_a_fork_that_grows_beyond_its_shared_block_copies_that_and_not_a_new_one() -> None:
+    ledger = ledger_of(layer("a", tokens=4), caching=False)
+    one = ledger.admit(6).request
+    two = ledger.fork(one).request
+    (copy,) = ledger.grow(two, 14)
+    before, after = ledger.blocks(one)[0].ids, ledger.blocks(two)[0].ids
+    assert (copy.source, copy.destination) == (before[1], after[1])
+    assert len(set(after.tolist()) - set(before.tolist())) == 3
+    ledger.check()
+
+
 def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     ledger = ledger_of(layer("a", tokens=4), caching=False)
     one = ledger.admit(8).request

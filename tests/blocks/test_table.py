@@ -37,7 +37,7 @@ def test_a_window_holds_what_it_sees_however_far_it_has_moved(step: int, size: i
     for more in [1] * 40 + [3, 1, 50, 1, 1, 400, 1, 1, 1_000, 1, 1]:
         end = -(-(tokens + more) // step)
         count = end - int(it.end[0])
-        gone = it.slide(SLOT, np.array([tokens]), np.array([count]))
+        gone = it.slide(SLOT, np.array([tokens]))
         out = {b: r for b, r in model.items() if b < int(it.first[0])}
         assert sorted(gone.tolist()) == sorted(out.values())
         model = {b: r for b, r in model.items() if b not in out}
@@ -50,7 +50,7 @@ def test_a_window_holds_what_it_sees_however_far_it_has_moved(step: int, size: i
         assert dict(zip(part.index.tolist(), part.ids.tolist(), strict=True)) == model
     for _ in range(3 * step):
         more = -(-(tokens + 1) // step) - int(it.end[0])
-        it.slide(SLOT, np.array([tokens]), np.array([more]))
+        it.slide(SLOT, np.array([tokens]))
         if more:
             it.append(0, np.array([row := row + 1]))
         tokens += 1
@@ -62,14 +62,14 @@ def test_many_requests_slide_at_once() -> None:
     slots = np.arange(4)
     for slot in slots.tolist():
         it.open(slot, 0, slot * 10 + np.arange(4))
-    gone = it.slide(slots, np.array([8, 7, 5, 3]), np.array([1, 1, 1, 1]))
+    gone = it.slide(slots, np.array([8, 7, 5, 3]))
     assert sorted(gone.tolist()) == [0, 1, 10, 11, 20]
     assert it.first.tolist() == [2, 2, 1, 0]
 
 
-def test_a_single_block_stays_until_another_one_is_needed() -> None:
+def test_the_next_row_of_a_window_is_best_the_one_that_it_has_just_left() -> None:
     it = table(Window(4), 2)
     it.open(0, 0, np.array([7, 8, 9]))
-    assert len(it.slide(SLOT, np.array([5]), np.array([0]))) == 0
-    assert it.slide(SLOT, np.array([6]), np.array([1])).tolist() == [7]
-    assert it.near(SLOT).tolist() == [6], "the row that was just left is the next one"
+    assert len(it.slide(SLOT, np.array([4]))) == 0
+    assert it.slide(SLOT, np.array([5])).tolist() == [7]
+    assert it.near(SLOT).tolist() == [6], "the row behind this one"

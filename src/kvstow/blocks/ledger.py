@@ -11,6 +11,7 @@ given back, and prefixes that were looked at count as used.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import index
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from kvstow.blocks.table import (
     SharedTail,
     by_block,
     demands_of,
+    growths,
     shared_tails,
 )
 from kvstow.errors import BlockError, OutOfBlocks
@@ -228,30 +230,30 @@ class Ledger:
 
     def _grow_rows(self, slots: Ints, before: Ints, after: Ints) -> tuple[RowCopy, ...]:
         """Hold and enter what is new: blocks, copies of shared tails, checkpoints."""
-        growth = self._growth(slots, before, after)
+        growing = self._growing_rows(slots, before, after)
         grows = after > before
         tails = self._shared_tails(slots[grows], before[grows])
         due = self._checkpoints_due(slots[grows], before[grows])
-        singles = [RowDemand(tail.group, 1) for tail in tails]
-        ids = self.pool.hold_all([*growth.demands, *singles])
-        rows = [int(part[0]) for part in ids[len(growth.demands) :]]
+        demands = [demand for growth in growing for demand in growth.demands]
+        ids = self.pool.hold_all([*demands, *(RowDemand(tail.group, 1) for tail in tails)])
+        rows = [int(row[0]) for row in ids[len(demands) :]]
         copies = [self._copied(tail, row) for tail, row in zip(tails, rows, strict=True)]
-        growth.enter(ids[: len(growth.demands)])
+        held = iter(ids)
+        for growth in growing:
+            growth.enter(list(islice(held, len(growth.demands))))
         if tails:
             self._requests.forked[slots[grows]] = False
         return (*copies, *(self._keep_checkpoints(due) if due else ()))
 
-    def _growth(self, slots: Ints, before: Ints, after: Ints) -> Growth:
-        """The blocks that requests need to grow. Windows move on, whether they fit or not."""
-        growth = Growth()
+    def _growing_rows(self, slots: Ints, before: Ints, after: Ints) -> list[Growth]:
+        """The rows that requests need to grow. Windows move on, whether they fit or not."""
+        growing: list[Growth] = []
         for g, table in self._growing.items():
             more = ceil_div(after, table.block_tokens) - table.end[slots]
             if table.moves:
-                self.pool.release(g, table.slide(slots, before, more))
-            wanted = np.nonzero(more)[0]
-            if len(wanted):
-                growth.add(g, table, slots[wanted], more[wanted], after[wanted])
-        return growth
+                self.pool.release(g, table.slide(slots, before))
+            growing += growths(g, table, slots, more, after)
+        return growing
 
     def received(self, requests: Handles) -> None:
         """All tokens of requests were brought from elsewhere, not computed here.
@@ -264,7 +266,7 @@ class Ledger:
         tokens = self._requests.num_tokens[slots]
         for g, table in self._growing.items():
             if table.moves:
-                self.pool.release(g, table.slide(slots, tokens, np.ones_like(tokens)))
+                self.pool.release(g, table.slide(slots, tokens))
 
     def _shared_tails(self, slots: Ints, num_tokens: Ints) -> tuple[SharedTail, ...]:
         forked = self._requests.forked[slots]

@@ -9,7 +9,7 @@ A recurrent group has one block per request, its running row.
 The ring of a window is as wide as the longest stretch that was ever held, for any length.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,15 +118,12 @@ class BlockTable:
     def replace_last(self, slot: int, row: int) -> None:
         self.write(slot, int(self.end[slot]) - 1, np.array([row]))
 
-    def slide(self, slots: Ints, num_tokens: Ints, more: Ints) -> Ints:
-        """Give up what no token at `num_tokens` or later sees: its ids.
-
-        A single block stays until the request needs `more`, which can then be its row.
-        """
+    def slide(self, slots: Ints, num_tokens: Ints) -> Ints:
+        """Give up what no token at `num_tokens` or later sees: its ids."""
         seen = first_seen_block(self.retention, num_tokens, self.block_tokens)
         seen = np.minimum(seen, self.end[slots])
         first = self.first[slots]
-        moved = np.nonzero(seen - first > (more == 0))[0]
+        moved = np.nonzero(seen > first)[0]
         if not len(moved):
             return moved
         slots, seen, first = slots[moved], seen[moved], first[moved]
@@ -170,46 +167,32 @@ class BlockTable:
 # ── what a step adds ──────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class GrowthEntry:
-    """The requests that the next `num_demands` demands are for."""
+class Growth(NamedTuple):
+    """Rows that requests need in one group: one for each of them, or several for a single one."""
 
     table: BlockTable
     slots: Ints
-    num_demands: int
+    demands: list[RowDemand]
+
+    def enter(self, parts: list[Ints]) -> None:
+        """Write what was held for the demands into the table."""
+        if len(self.slots) == 1:
+            self.table.append(int(self.slots[0]), by_block(parts))
+        else:
+            self.table.append_one_each(self.slots, parts[0])
 
 
-class Growth:
-    """The blocks that many requests need in one step: `demands`, in the order in which they
-    are to be held."""
-
-    def __init__(self) -> None:
-        self.demands: list[RowDemand] = []
-        self._entries: list[GrowthEntry] = []
-
-    def add(self, g: int, table: BlockTable, slots: Ints, more: Ints, num_tokens: Ints) -> None:
-        """Requests of which each needs so many more blocks to reach so many tokens."""
-        one = slots if int(more.max()) == 1 else slots[more == 1]
-        if len(one):
-            kind = "moving" if table.moves else "single"
-            self.demands.append(RowDemand(g, len(one), kind, table.near(one)))
-            self._entries.append(GrowthEntry(table, one, 1))
-        if len(one) == len(slots):
-            return
-        for i in np.nonzero(more > 1)[0].tolist():
-            demands = demands_of(g, table, int(more[i]), int(num_tokens[i]))
-            self.demands += demands
-            self._entries.append(GrowthEntry(table, slots[i : i + 1], len(demands)))
-
-    def enter(self, ids: list[Ints]) -> None:
-        """Write what was held for the demands into the tables."""
-        held = iter(ids)
-        for entry in self._entries:
-            parts = [next(held) for _ in range(entry.num_demands)]
-            if len(entry.slots) == 1:
-                entry.table.append(int(entry.slots[0]), by_block(parts))
-            else:
-                entry.table.append_one_each(entry.slots, parts[0])
+def growths(
+    g: int, table: BlockTable, slots: Ints, more: Ints, num_tokens: Ints
+) -> Iterator[Growth]:
+    """What requests need of which each gets so many more blocks to reach so many tokens."""
+    one = slots[more == 1]
+    if len(one):
+        kind = "moving" if table.moves else "single"
+        yield Growth(table, one, [RowDemand(g, len(one), kind, table.near(one))])
+    for i in np.nonzero(more > 1)[0].tolist():
+        demands = demands_of(g, table, int(more[i]), int(num_tokens[i]))
+        yield Growth(table, slots[i : i + 1], demands)
 
 
 def demands_of(g: int, table: BlockTable, count: int, num_tokens: int) -> list[RowDemand]:
