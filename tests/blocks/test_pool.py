@@ -55,28 +55,15 @@ def test_sharing_cached_content_keeps_its_generation_and_new_content_does_not() 
     assert (pool.generations[0][ids] > before).all()
 
 
-def test_generations_live_in_the_memory_that_was_given() -> None:
+def test_generations_move_to_memory_that_others_read_and_go_on_there() -> None:
     layout = packed_layout(HYBRID, 4)
+    pool = Pool(layout)
+    first = pool.hold(0, 2)
     memory = [np.full(layout.num_blocks(g), 7, np.int64) for g in range(len(layout.groups))]
-    pool = Pool(layout, generations=memory)
+    pool.place_generations(memory)
     ids = pool.hold(0, 2)
-    assert memory[0][ids].tolist() == [8, 8]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda n: np.zeros(n - 1, np.int64),
-        lambda n: np.zeros(n, np.int32),
-        lambda n: np.zeros(2 * n, np.int64)[::2],
-    ],
-)
-def test_generations_of_another_shape_are_refused(wrong) -> None:
-    layout = packed_layout((layer("a"),), 4)
-    with pytest.raises(PlanError, match="generations"):
-        Pool(layout, generations=[wrong(layout.num_blocks(0))])
-    with pytest.raises(PlanError, match="2 generation arrays for 1 groups"):
-        Pool(layout, generations=[np.zeros(4, np.int64)] * 2)
+    assert memory[0][first].tolist() == memory[0][ids].tolist() == [1, 1]
+    assert pool.generations[0] is memory[0]
 
 
 def test_quarantined_rows_come_back_only_from_quarantine() -> None:

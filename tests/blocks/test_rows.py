@@ -28,8 +28,8 @@ def free_slabs(draw: st.DrawFn) -> tuple[FreeSlabs, dict[int, int]]:
 def test_the_lowest_and_highest_slabs_are_found(given, low: int, high: int, count: int) -> None:
     made, model = given
     wanted = sorted(slab for slab, level in model.items() if low <= level <= high)
-    assert made.lowest(range(low, high + 1), count).tolist() == wanted[:count]
-    assert made.highest(range(low, high + 1), count).tolist() == wanted[::-1][:count]
+    assert made.search(range(low, high + 1), count).tolist() == wanted[:count]
+    assert made.search(range(low, high + 1), count, from_top=True).tolist() == wanted[::-1][:count]
 
 
 @given(free_slabs(), st.integers(1, NUM_LEVELS), st.integers(1, 3000))
@@ -45,7 +45,7 @@ def test_as_many_slabs_as_there_are_can_be_had(given, level: int, count: int) ->
 
 def test_an_untouched_segment_gives_one_run_from_its_beginning() -> None:
     made = FreeSlabs(3 * SEGMENT, 1)
-    made.add(np.arange(5, 3 * SEGMENT), 1)
+    made.move(np.arange(5, 3 * SEGMENT), 1)
     assert made.side_by_side(1, SEGMENT).tolist() == list(range(SEGMENT, 2 * SEGMENT))
 
 

@@ -204,7 +204,7 @@ def _in_partial_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> 
 def _in_long_runs(rows: GroupRows, count: int) -> Ints:
     """Free rows in runs of about a slab, so many that whole slabs make up the rest; none
     where there are too few such runs."""
-    near = rows.free_rows_of(rows.partial.lowest(range(1, rows.top + 1), count))
+    near = rows.free_rows_of(rows.partial.search(range(1, rows.top + 1), count))
     ids = fewest_runs(near, count, most=MAX_PIECES * (count // rows.per_slab))
     if len(ids) < count % rows.per_slab:
         return NONE
@@ -218,7 +218,7 @@ def _in_few_pieces(slabs: Slabs, rows: GroupRows, count: int) -> Ints:
         return NONE
     for level in range(min(count.bit_length(), rows.top), rows.top + 1):
         if rows.partial.totals[level]:
-            some = rows.partial.lowest(range(level, level + 1), MAX_SLABS_LOOKED_AT)
+            some = rows.partial.search(range(level, level + 1), MAX_SLABS_LOOKED_AT)
             ids = fewest_runs(rows.free_rows_of(some), count)
             if len(ids) == count and num_runs(ids) <= MAX_PIECES:
                 return ids
@@ -231,10 +231,9 @@ def _in_few_pieces(slabs: Slabs, rows: GroupRows, count: int) -> Ints:
 def _in_gaps(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> Ints:
     """Free rows of the lowest slabs, or of the highest where they are wanted briefly;
     slabs in which nothing stays come last."""
-    search = rows.partial.highest if kind == "brief" else rows.partial.lowest
     parts: list[Ints] = []
     for levels in (range(1, rows.top + 1), range(rows.top + 1, 2 * rows.top + 1)):
-        some = search(levels, count)
+        some = rows.partial.search(levels, count, from_top=kind == "brief")
         num_free = rows.per_slab - slabs.held[some] - slabs.cached[some]
         enough = int(np.searchsorted(num_free.cumsum(), count)) + 1
         parts.append(rows.free_rows_of(some[:enough])[:count])
@@ -249,7 +248,7 @@ def _free_rows(rows: GroupRows, levels: Iterable[int], enough: int) -> Ints:
     parts = [NONE]
     for level in levels:
         if enough > 0 and rows.partial.totals[level]:
-            some = rows.partial.lowest(range(level, level + 1), enough)
+            some = rows.partial.search(range(level, level + 1), enough)
             parts.append(rows.free_rows_of(some))
             enough -= len(parts[-1])
     return np.concatenate(parts)

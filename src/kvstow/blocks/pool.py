@@ -27,7 +27,7 @@ from kvstow.blocks.rows import (
     GroupRows,
 )
 from kvstow.blocks.slabs import OnEvict, SlabMap, Slabs, broken_counts, slab_map
-from kvstow.errors import BlockError, OutOfBlocks, PlanError, WrongThread
+from kvstow.errors import BlockError, OutOfBlocks, WrongThread
 from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
@@ -40,33 +40,30 @@ NO_THREAD = 0
 class Pool:
     """All blocks of a layout but the null ones, free at first.
 
-    `generations` may be memory that others read: one contiguous int64 array per group,
-    one entry per block. `on_evict` is called with a group and the rows whose content is given
+    `on_evict` is called with a group and the rows whose content is given
     up, before they are used again. What it raises is logged.
     """
 
-    def __init__(self, layout: Layout, *, generations: Sequence[Ints] | None = None) -> None:
+    def __init__(self, layout: Layout) -> None:
         if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BlockError(
                 f"a pool needs a Layout, not {type(layout).__name__}\n\n"
                 "hint: a plan has one, plan.layout"
             )
-        if generations is not None and len(generations) != len(layout.groups):
-            raise PlanError(f"{len(generations)} generation arrays for {len(layout.groups)} groups")
         self.layout = layout
         self.on_evict: list[OnEvict] = []
         self._thread = NO_THREAD
         self._slabs: list[Slabs] = []
         by_group: dict[int, tuple[Slabs, GroupRows]] = {}
         for members in layout.sharing:
-            slabs = _slabs_of(layout, members, generations, self._evicted)
+            slabs = _slabs_of(layout, members, self._evicted)
             self._slabs.append(slabs)
             by_group |= {rows.group: (slabs, rows) for rows in slabs.groups}
         self._of = [by_group[g] for g in range(len(layout.groups))]
         self.generations: tuple[Ints, ...] = tuple(rows.generations for _, rows in self._of)
 
     def place_generations(self, tables: Sequence[Ints]) -> None:
-        """Keep the counters in this memory from now on: one array of zeros per group."""
+        """Keep the generations in memory that others read: one array of int64 per group."""
         for (_, rows), table in zip(self._of, tables, strict=True):
             table[:] = rows.generations
             rows.generations = table
@@ -313,9 +310,7 @@ class Pool:
             raise BlockError("\n".join(broken))
 
 
-def _slabs_of(
-    layout: Layout, members: tuple[int, ...], generations: Sequence[Ints] | None, on_evict: OnEvict
-) -> Slabs:
+def _slabs_of(layout: Layout, members: tuple[int, ...], on_evict: OnEvict) -> Slabs:
     """The slabs that some groups share. A group that is alone has one row per slab."""
     is_alone = len(members) == 1
     slabs_each = layout.groups[members[0]].rows_per_slab if is_alone else 1
@@ -326,7 +321,6 @@ def _slabs_of(
             num_slabs=layout.num_slabs * slabs_each,
             per_slab=1 if is_alone else layout.groups[g].rows_per_slab,
             num_null=NULL_SLABS * layout.groups[g].rows_per_slab,
-            generations=None if generations is None else generations[g],
         )
         for g in members
     ]

@@ -16,7 +16,7 @@ once, in `Slabs`.
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.errors import BlockError, PlanError
+from kvstow.errors import BlockError
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints, ceil_div
 
@@ -42,51 +42,28 @@ class FreeSlabs:
     def __init__(self, num_slabs: int, num_levels: int) -> None:
         num_segments = ceil_div(num_slabs, SEGMENT)
         self.level = np.zeros(num_segments * SEGMENT, np.int8)
-        self.totals = [0] * (num_levels + 1)
+        self.totals = np.zeros(num_levels + 1, np.int64)
         self._counts = np.zeros((num_levels + 1, num_segments), np.int64)
         self._open = 0
 
-    def add(self, slabs: Ints, level: int) -> None:
-        """List slabs that are not listed, each named once."""
+    def move(self, slabs: Ints, level: Ints | int) -> None:
+        """Give slabs, each named once, a level, or each its own."""
+        segments, counts = slabs >> SEGMENT_BITS, self._counts.reshape(-1)
+        num_segments = self._counts.shape[1]
+        np.subtract.at(counts, self.level[slabs].astype(np.int64) * num_segments + segments, 1)
+        np.add.at(counts, level * num_segments + segments, 1)
         self.level[slabs] = level
-        self.totals[level] += len(slabs)
-        np.add.at(self._counts[level], slabs >> SEGMENT_BITS, 1)
-
-    def remove(self, slabs: Ints, level: int) -> None:
-        """Take slabs of one level, each named once, out of the list."""
-        self.level[slabs] = 0
-        self.totals[level] -= len(slabs)
-        np.subtract.at(self._counts[level], slabs >> SEGMENT_BITS, 1)
-
-    def move(self, slabs: Ints, levels: Ints) -> None:
-        """Give each slab, named once, its level."""
-        before = self.level[slabs].astype(np.int64)
-        moved = (before != levels).nonzero()[0]
-        if not len(moved):
-            return
-        if len(moved) < len(slabs):
-            slabs, before, levels = slabs[moved], before[moved], levels[moved]
-        self.level[slabs] = levels
-        segments = slabs >> SEGMENT_BITS
-        np.subtract.at(self._counts, (before, segments), 1)
-        np.add.at(self._counts, (levels, segments), 1)
-        for old, new in zip(before.tolist(), levels.tolist(), strict=True):
-            self.totals[old] -= 1
-            self.totals[new] += 1
+        self.totals = self._counts.sum(axis=1)
 
     # ── searches ──────────────────────────────────────────────────────────────────
 
-    def lowest(self, levels: range, count: int) -> Ints:
-        """The lowest slabs of several levels, ascending: `count` of them, or all."""
+    def search(self, levels: range, count: int, *, from_top: bool = False) -> Ints:
+        """The lowest slabs of several levels, ascending, or the highest, descending: `count` of
+        them, or all."""
+        order = -1 if from_top else 1
         counts = self._counts[levels.start : levels.stop].sum(axis=0)
-        segments = counts.nonzero()[0]
-        return self._within(levels, _enough(segments, counts, count))[:count]
-
-    def highest(self, levels: range, count: int) -> Ints:
-        """The highest slabs of several levels, descending: `count` of them, or all."""
-        counts = self._counts[levels.start : levels.stop].sum(axis=0)
-        segments = counts.nonzero()[0][::-1]
-        return self._within(levels, _enough(segments, counts, count))[::-1][:count]
+        segments = _enough(counts.nonzero()[0][::order], counts, count)
+        return self._within(levels, segments)[::order][:count]
 
     def side_by_side(self, level: int, count: int) -> Ints:
         """`count` slabs of a level, or all, in few runs, ascending.
@@ -262,7 +239,6 @@ class GroupRows:
         num_slabs: int,
         per_slab: int,
         num_null: int,
-        generations: Ints | None,
     ) -> None:
         self.group = group
         self.name = name
@@ -271,7 +247,7 @@ class GroupRows:
         self.num_null = num_null
         self.refs = np.zeros(self.num_rows, np.int64)
         self.state = np.full(self.num_rows, FREE, np.int8)
-        self.generations = _checked_generations(name, self.num_rows, generations)
+        self.generations = np.zeros(self.num_rows, np.int64)
         self.cached = LruQueue(self.num_rows)
         self.idle = self.cached if per_slab == 1 else LruQueue(num_slabs)
         self.top = per_slab.bit_length()
@@ -348,15 +324,3 @@ class GroupRows:
                 f"group {self.name!r}: block {first} {what}: it has {int(self.refs[first])} holds "
                 f"({int(wrong.sum())} of {len(ids)} blocks are such)"
             )
-
-
-def _checked_generations(name: str, num_rows: int, memory: Ints | None) -> Ints:
-    """Generations of so many rows: in that memory, or in some of their own."""
-    if memory is None:
-        return np.zeros(num_rows, np.int64)
-    if memory.shape != (num_rows,) or memory.dtype != np.int64 or not memory.flags.c_contiguous:
-        raise PlanError(
-            f"group {name!r}: generations are {memory.dtype} {memory.shape}, not contiguous int64 "
-            f"({num_rows},)"
-        )
-    return memory

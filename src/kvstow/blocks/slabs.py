@@ -44,7 +44,7 @@ class Slabs:
         self.held = np.zeros(num_slabs, np.int64)
         self.cached = np.zeros(num_slabs, np.int64)
         self.vacant = FreeSlabs(num_slabs, VACANT)
-        self.vacant.add(np.arange(num_null, num_slabs), VACANT)
+        self.vacant.move(np.arange(num_null, num_slabs), VACANT)
         self.num_idle = num_slabs - num_null
         self._on_evict = on_evict
         self._clock = counter(1)
@@ -70,7 +70,7 @@ class Slabs:
 
     @property
     def num_vacant(self) -> int:
-        return self.vacant.totals[VACANT]
+        return int(self.vacant.totals[VACANT])
 
     # ── slabs change hands ────────────────────────────────────────────────────────
 
@@ -92,7 +92,7 @@ class Slabs:
 
     def claim_vacant(self, rows: GroupRows, slabs: Ints) -> None:
         """Make vacant slabs the group's own."""
-        self.vacant.remove(slabs, VACANT)
+        self.vacant.move(slabs, 0)
         self.claim(rows, slabs)
 
     def empty(self, rows: GroupRows, slabs: Ints) -> None:
@@ -100,14 +100,14 @@ class Slabs:
         is about to claim them: they are not listed as vacant."""
         self.evict(rows, rows.cached_rows_of(slabs))
         if rows.per_slab > 1:
-            rows.partial.move(slabs, np.zeros(len(slabs), np.int64))
+            rows.partial.move(slabs, 0)
             rows.idle.remove(slabs[rows.idle.has(slabs)])
         self.owner[slabs] = NOBODY
 
     def _vacate(self, slabs: Ints) -> None:
         """Take slabs without rows in use from their owner."""
         self.owner[slabs] = NOBODY
-        self.vacant.add(slabs, VACANT)
+        self.vacant.move(slabs, VACANT)
 
     # ── rows change state ─────────────────────────────────────────────────────────
 
