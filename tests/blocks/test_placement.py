@@ -66,18 +66,6 @@ def test_a_slab_is_taken_for_good_only_when_all_gaps_are_filled() -> None:
     assert pool.num_free(1) == 0
 
 
-def test_a_long_prompt_fills_gaps_where_that_at_most_doubles_its_runs() -> None:
-    pool = Pool(packed_layout(HYBRID, 60))
-    size = rows_per_slab(pool, 0)
-    ids = pool.hold(0, all_rows(pool, 0) - 2 * size).reshape(-1, size)
-    pool.release(0, ids[:20, 0])
-    rows = pool.hold(0, 2 * size)
-    in_gaps = np.isin(rows, ids[:20, 0])
-    assert 0 < in_gaps.sum() == 4 // size * size, "four runs at most, and whole slabs besides"
-    assert pool.num_free(1) == 4 // size * rows_per_slab(pool, 1)
-    pool.check()
-
-
 def test_a_growing_request_gets_the_row_behind_its_last_one() -> None:
     pool = Pool(packed_layout((layer("a"),), 50))
     a, b = pool.hold(0, 3), pool.hold(0, 3)

@@ -18,7 +18,7 @@ from block_layouts import (
 )
 from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
-from kvstow.errors import BlockError, OutOfBlocks, PlanError, WrongThread
+from kvstow.errors import BlockError, OutOfBlocks, WrongThread
 from kvstow.plan.sizing.plan import plan_model
 
 
@@ -272,7 +272,7 @@ def test_check_names_the_numbers_that_do_not_add_up() -> None:
     ids = pool.hold(0, 4)
     pool.check()
     pool._of[0][1].refs[ids[0]] = 0
-    with pytest.raises(BlockError, match="held: 3 counted, 4 expected"):
+    with pytest.raises(BlockError, match="held rows: 3 counted, 4 in the books"):
         pool.check()
 
 

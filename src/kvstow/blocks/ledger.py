@@ -337,9 +337,12 @@ class Ledger:
         """Of requests that go on from `num_tokens`, the states that later requests could start
         from, and have no such yet."""
         due: list[Checkpoint] = []
-        for g, table in self._states.items() if self.prefixes else ():
+        if not self.prefixes:
+            return due
+        for g, table in self._states.items():
             at = np.nonzero((num_tokens % table.block_tokens == 0) & (num_tokens > 0))[0]
-            for slot, tokens in zip(slots[at].tolist(), num_tokens[at].tolist(), strict=True):
+            for i in at.tolist():
+                slot, tokens = int(slots[i]), int(num_tokens[i])
                 prompt, source = self._requests.prompts[slot], self._requests.sources[slot]
                 if prompt is None or source is None or len(prompt) < tokens:
                     continue

@@ -29,7 +29,6 @@ ROOMY = 24
 """While more than one slab in so many is free, runs come before filling gaps. The figures are
 beside `Kind`."""
 
-MAX_SLABS_LOOKED_AT = 16
 MAX_PIECES = 2
 """Runs in partly used slabs that are better than a slab of its own."""
 
@@ -193,35 +192,15 @@ def _in_partial_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> 
     if kind == "brief":
         levels = range(2 * rows.top, rows.top, -1)
         return fewest_runs(np.sort(_free_rows(rows, levels, 2 * count)), count)
-    if count >= rows.per_slab and not roomy(slabs):
-        ids = _in_long_runs(rows, count)
-        if len(ids):
-            return ids
     whole = min(count // rows.per_slab, slabs.num_vacant)
     return _in_few_pieces(slabs, rows, count - whole * rows.per_slab)
 
 
-def _in_long_runs(rows: GroupRows, count: int) -> Ints:
-    """Free rows in runs of about a slab, so many that whole slabs make up the rest; none
-    where there are too few such runs."""
-    near = rows.free_rows_of(rows.partial.search(range(1, rows.top + 1), count))
-    ids = fewest_runs(near, count, most=MAX_PIECES * (count // rows.per_slab))
-    if len(ids) < count % rows.per_slab:
-        return NONE
-    return fewest_runs(ids, len(ids) - (len(ids) - count) % rows.per_slab)
-
-
 def _in_few_pieces(slabs: Slabs, rows: GroupRows, count: int) -> Ints:
-    """`count` free rows in a run or two, from the fullest slabs in which they may fit. No
-    rows at all where they would be many pieces and a free slab can be had."""
-    if count == 0 or not any(rows.partial.totals[1 : rows.top + 1]):
+    """`count` free rows; none at all where they would be more than a run or two and a free slab
+    can be had."""
+    if count == 0:
         return NONE
-    for level in range(min(count.bit_length(), rows.top), rows.top + 1):
-        if rows.partial.totals[level]:
-            some = rows.partial.search(range(level, level + 1), MAX_SLABS_LOOKED_AT)
-            ids = fewest_runs(rows.free_rows_of(some), count)
-            if len(ids) == count and num_runs(ids) <= MAX_PIECES:
-                return ids
     ids = fewest_runs(np.sort(_free_rows(rows, range(rows.top, 0, -1), 4 * count)), count)
     if len(ids) < count or (roomy(slabs) and num_runs(ids) > MAX_PIECES):
         return NONE

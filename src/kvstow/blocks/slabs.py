@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import count as counter
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstow.blocks.rows import FREE, KEPT, NEW, PARTIAL, FreeSlabs, GroupRows
 from kvstow.plan.retention import Bools
@@ -223,74 +224,58 @@ class Slabs:
 def broken_counts(slabs: Slabs) -> Iterator[str]:
     """Every number that does not add up when all is counted again from the rows, with both
     values."""
-    held = np.zeros(slabs.num_slabs, np.int64)
-    cached = np.zeros(slabs.num_slabs, np.int64)
+    for what, counted, written in _recounted(slabs):
+        counted, written = np.atleast_1d(counted), np.atleast_1d(written)
+        for at in np.nonzero(counted != written)[0][:3]:
+            place = f" {at}" if len(counted) > 1 else ""
+            yield f"{what}{place}: {counted[at]} counted, {written[at]} in the books"
+
+
+def _recounted(slabs: Slabs) -> Iterator[tuple[str, npt.ArrayLike, npt.ArrayLike]]:
+    """What was counted, as it is and as it is written down: a number, or one for each place."""
+    held, cached = np.zeros(slabs.num_slabs, np.int64), np.zeros(slabs.num_slabs, np.int64)
     for rows in slabs.groups:
-        ids = np.arange(rows.num_rows)
-        yield from _broken_rows(slabs, rows)
-        held += np.bincount(rows.slabs_of(ids[rows.refs > 0]), minlength=slabs.num_slabs)
-        cached += np.bincount(rows.slabs_of(ids[rows.cached.has(ids)]), minlength=slabs.num_slabs)
-    for what, counted, written in (("held", held, slabs.held), ("cached", cached, slabs.cached)):
-        for slab in np.nonzero(counted != written)[0][:3]:
-            yield f"slab {slab}: {counted[slab]} rows are {what}, {written[slab]} in the books"
-    yield from _broken_slabs(slabs)
-
-
-def _broken_rows(slabs: Slabs, rows: GroupRows) -> Iterator[str]:
-    ids = np.arange(rows.num_rows)
-    held, cached = rows.refs > 0, rows.cached.has(ids)
-    sums = {
-        "held": (held, rows.num_held),
-        "suspect": (rows.state >= PARTIAL, rows.num_suspect),
-        "negative holds": (rows.refs < 0, 0),
-        "null rows in use": (rows.state[: rows.num_null] != FREE, 0),
-        "held in a wrong state": (held & ((rows.state == FREE) | cached), 0),
-        "not held in a wrong state": (~held & (rows.state != np.where(cached, KEPT, FREE)), 0),
-    }
-    for what, (which, expected) in sums.items():
-        if int(which.sum()) != expected:
-            counted = int(which.sum())
-            yield f"group {rows.name!r}: {what}: {counted} counted, {expected} expected"
-    foreign = ids[(rows.state != FREE) & (slabs.owner[rows.slabs_of(ids)] != rows.group)]
-    if len(foreign):
-        owner = slabs.owner[rows.slabs_of(foreign)[0]]
-        yield f"group {rows.name!r}: block {foreign[0]} is in use in a slab of group {owner}"
-    busy = (slabs.owner == rows.group) & (slabs.held > 0)
-    spare = int((rows.per_slab - slabs.held[busy]).sum())
-    if spare != rows.spare:
-        yield f"group {rows.name!r}: {spare} spare rows counted, {rows.spare} in the books"
-    if rows.per_slab > 1:
-        yield from _broken_lists(slabs, rows)
-
-
-def _broken_lists(slabs: Slabs, rows: GroupRows) -> Iterator[str]:
-    each = np.arange(slabs.num_slabs)
-    own = slabs.owner == rows.group
-    num_free = np.where(own, rows.per_slab - slabs.held - slabs.cached, 0)
-    level = rows.partial.level[: slabs.num_slabs]
-    for slab in np.nonzero(level != rows.levels_of(each, num_free))[0][:3]:
-        yield (
-            f"group {rows.name!r}: slab {slab} with {num_free[slab]} free rows is at level "
-            f"{level[slab]}"
-        )
-    idle, queued = own & (slabs.held == 0), rows.idle.has(each)
-    for slab in np.nonzero(idle != queued)[0][:3]:
-        yield f"group {rows.name!r}: slab {slab} is idle: {idle[slab]}, queued: {queued[slab]}"
-
-
-def _broken_slabs(slabs: Slabs) -> Iterator[str]:
+        is_held, is_cached = rows.refs > 0, rows.cached.has(np.arange(rows.num_rows))
+        slab = rows.slabs_of(np.arange(rows.num_rows))
+        held += np.bincount(slab[is_held], minlength=slabs.num_slabs)
+        cached += np.bincount(slab[is_cached], minlength=slabs.num_slabs)
+        for what, counted, written in _recounted_rows(slabs, rows, is_held, is_cached):
+            yield f"group {rows.name!r}: {what}", counted, written
+    yield "held rows of slab", held, slabs.held
+    yield "cached rows of slab", cached, slabs.cached
     usable = np.arange(slabs.num_slabs) >= slabs.num_null
     vacant = (slabs.owner == NOBODY) & usable
-    listed = slabs.vacant.level[: slabs.num_slabs] == VACANT
-    for slab in np.nonzero(vacant != listed)[0][:3]:
-        yield f"slab {slab}: owner {slabs.owner[slab]}, listed as vacant: {listed[slab]}"
-    for slab in np.nonzero(usable & ~vacant & (slabs.held + slabs.cached == 0))[0][:3]:
-        yield f"slab {slab} of group {slabs.owner[slab]} is empty and not vacant"
-    num_idle = int(np.count_nonzero(slabs.held[slabs.num_null :] == 0))
-    if num_idle != slabs.num_idle:
-        yield f"{num_idle} idle slabs counted, {slabs.num_idle} in the books"
-    if int(vacant.sum()) != slabs.num_vacant:
-        yield f"{int(vacant.sum())} vacant slabs counted, {slabs.num_vacant} in the books"
+    yield "vacant slab", vacant, slabs.vacant.level[: slabs.num_slabs] == VACANT
+    yield "slab that is nobody's", usable & (slabs.held + slabs.cached == 0), vacant
+    yield "idle slabs", np.count_nonzero(usable & (slabs.held == 0)), slabs.num_idle
+    yield "vacant slabs", np.count_nonzero(vacant), slabs.num_vacant
+
+
+def _recounted_rows(
+    slabs: Slabs, rows: GroupRows, is_held: Bools, is_cached: Bools
+) -> Iterator[tuple[str, npt.ArrayLike, npt.ArrayLike]]:
+    in_use = rows.state != FREE
+    owner = slabs.owner[rows.slabs_of(np.arange(rows.num_rows))]
+    yield "held rows", np.count_nonzero(is_held), rows.num_held
+    yield "suspect rows", np.count_nonzero(rows.state >= PARTIAL), rows.num_suspect
+    yield "negative holds of block", np.minimum(rows.refs, 0), np.zeros_like(rows.refs)
+    yield "null rows in use", np.count_nonzero(in_use[: rows.num_null]), 0
+    yield "block in use", is_held | is_cached, in_use
+    yield "cached block", ~is_held & in_use, is_cached
+    yield "kept block in the cache", is_cached & (rows.state == KEPT), is_cached
+    yield (
+        "owner of the slab of block",
+        np.where(in_use, owner, rows.group),
+        np.full_like(owner, rows.group),
+    )
+    own = slabs.owner == rows.group
+    spare = (rows.per_slab - slabs.held[own & (slabs.held > 0)]).sum()
+    yield "spare rows", spare, rows.spare
+    if rows.per_slab > 1:
+        each = np.arange(slabs.num_slabs)
+        num_free = np.where(own, rows.per_slab - slabs.held - slabs.cached, 0)
+        yield "level of slab", rows.levels_of(each, num_free), rows.partial.level[each]
+        yield "idle slab", own & (slabs.held == 0), rows.idle.has(each)
 
 
 # ── status ────────────────────────────────────────────────────────────────────────────
