@@ -45,10 +45,10 @@ def transfer(
     device: Device = "cpu",
     direction: Way = None,
 ) -> Answer:
-    """Pull scattered rows between two processes over NIXL.
+    """Pull scattered rows between two processes, mapped or over NIXL.
 
-    Compares with one contiguous buffer, with per-layer pieces, both through NIXL alone and in
-    the same run, and measures first contact for a layout of a million rows.
+    Compares with a plain copy, and with one contiguous buffer and per-layer pieces through NIXL
+    alone, all in the same run.
     """
     if tcp:  # has to be there before NIXL is loaded, here and in the other process
         os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
@@ -81,10 +81,12 @@ def _check_device(device: str) -> None:
 
 
 NAMES = {
+    "plain copy": "as many bytes copied inside one process",
     "raw": "one contiguous buffer, NIXL alone",
     "contiguous": "rows in order, pulled",
     "rows": "rows scattered, pulled",
     "sampled": "rows scattered, pulled, digest sampled",
+    "by NIXL": "rows scattered, pulled by NIXL",
     "prepared": "pieces of 16 KiB picked from lists, NIXL alone",
     "built": "pieces of 16 KiB listed per request, NIXL alone",
     "prepared by threads": "pieces picked from lists, NIXL alone with threads",
@@ -100,7 +102,7 @@ def _text(figures: dict[str, Any]) -> str:
         for name, text in NAMES.items()
         if name in rates
     ]
-    columns = (f"moved by {figures['direction']}", "descriptors", "GB/s")
+    columns = (f"way: {figures['direction']}", "descriptors", "GB/s")
     threads = figures["ratio_to_per_layer_by_threads"]
     beside = f", {threads:.2f} times with NIXL's threads" if threads else ""
     ratios = wrapped(

@@ -51,8 +51,8 @@ class Setting:
         return packed(grouped(layers), num_slabs=self.rows + SPARE)
 
     def arena(self) -> Arena:
-        """Memory for it; on the host on huge pages, which everything measured here lies in."""
-        return Arena(self.layout(), device=self.device, huge_pages=self.device == "cpu")
+        """Memory for it, as agents get it: processes of one node can map it."""
+        return Arena(self.layout(), device=self.device)
 
     def scattered(self, seed: int) -> Blocks:
         """Rows in random order."""

@@ -1,18 +1,21 @@
-"""Two processes, one run: pulls of scattered rows against raw NIXL.
+"""Two processes, one run: pulls of scattered rows against raw NIXL and a plain copy.
 
-    raw         one contiguous buffer, posted to NIXL in one piece: the limit
+    plain copy  as many bytes inside this process, in one piece: what memory can do
+    raw         one contiguous buffer, posted to NIXL in one piece
     contiguous  the same bytes as packed rows in order, pulled by this library
     rows        … as scattered packed rows
     sampled     … with a sample of the digest compared
+    by NIXL     … without a digest, by NIXL, where the agent copies mapped rows itself
     prepared    the same bytes as pieces of per-layer tensors, picked from prepared lists
     built       … from lists made for the request
     prepared by threads
                 … by a NIXL agent that has threads of its own, as engines give it; on a host
 
-Each is repeated, in turns, and the best of each counts; of what a sample costs, the ratio of
-the medians, which are less of a lottery where it is a percent. A pull counts from the call to
-acceptance: routes, descriptors, messages, fence. `ratio_to_per_layer` is against the
-prepared pieces; `baseline` says what each of them counts.
+Pulls go the way that the agent takes, unless one is forced. Each is repeated, in turns, and the
+best of each counts; of what a sample costs, the ratio of the medians, which are less of a lottery
+where it is a percent. A pull counts from the call to acceptance: routes, descriptors, messages,
+fence. Our own time is that of a pull by NIXL, without the engine's share. `ratio_to_per_layer` is
+against the prepared pieces; `baseline` says what each of them counts.
 """
 
 import os
@@ -22,6 +25,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from kvstow.testing.measure.baseline import Baseline
 from kvstow.testing.measure.producer import Producer, producing
 from kvstow.testing.measure.setting import IDENTITY, Setting
@@ -30,7 +35,7 @@ from kvstow.transfer.agent import Agent
 from kvstow.transfer.loop import SOON
 from kvstow.transfer.options import LONG_BYTES, DigestPolicy, Options, Way
 from kvstow.transfer.tickets.owner import Generations
-from kvstow.transfer.transport.base import Region
+from kvstow.transfer.transport.base import Direction, Region
 
 __all__ = ["Setting", "measured"]
 
@@ -38,6 +43,7 @@ ENGINE_THREADS = 4
 """What vLLM's connector gives its NIXL agent."""
 
 BY_THREADS = "prepared by threads"
+BY_NIXL = "by NIXL"
 
 
 class TransferRun:
@@ -64,7 +70,10 @@ class TransferRun:
         self.contact_ms = 1e3 * seconds - self.connect_ms
         assert self.peer.path is not None
         self.path = self.peer.path
-        self.direction: Way = direction or self.path.way_of(LONG_BYTES)
+        nixl_way = direction or self.path.way_of(LONG_BYTES)
+        self.nixl_way: Way = nixl_way
+        is_mapped = direction is None and self.peer.mapped is not None
+        self.direction: Way = "mapped" if is_mapped else nixl_way
         self.descriptors: dict[str, int] = {}
 
     def _met(self) -> float:
@@ -96,19 +105,22 @@ class TransferRun:
         pulls = len(self.agent.pulls)
         return self.peer.state, self.peer.heard_at, self.transport.starts, pulls
 
-    def pull(self, order: str, digest: DigestPolicy) -> tuple[float, float]:
+    def pull(
+        self, order: str, digest: DigestPolicy, *, by_nixl: bool = False
+    ) -> tuple[float, float]:
         """Seconds from pull to acceptance, and processor time of our own in them."""
         ticket = self.producer.offer(order)
         setting = self.setting
         into = {0: setting.in_order() if order == "in-order" else setting.scattered(seed=2)}
+        way = self.nixl_way if by_nixl or self.direction != "mapped" else None
         started, busy = time.perf_counter(), time.thread_time()
-        transfer = self.agent.pull(ticket, into=into, digest=digest, direction=self.direction)
+        transfer = self.agent.pull(ticket, into=into, digest=digest, direction=way)
         own = time.thread_time() - busy
         own += self._turn(lambda: transfer.done)
         seconds = time.perf_counter() - started
         stats = transfer.wait(0)
         assert stats.nbytes == setting.nbytes
-        self.descriptors[order] = stats.descriptors
+        self.descriptors[BY_NIXL if by_nixl else order] = stats.descriptors
         self._turn(lambda: transfer.quiet)
         self.agent.settle()
         return seconds, own
@@ -122,8 +134,24 @@ class TransferRun:
         made.connect(card.engine, card.metadata)
         return made
 
+    def plain_copy(self) -> float:
+        """Seconds for as many bytes inside this process."""
+        source = self.arena.bytes[: self.setting.nbytes]
+        target = torch.empty_like(source)
+        target.fill_(1)
+        self._synchronize()
+        started = time.perf_counter()
+        target.copy_(source)
+        self._synchronize()
+        return time.perf_counter() - started
+
+    def _synchronize(self) -> None:
+        if self.setting.device != "cpu":
+            torch.cuda.synchronize()
+
     def baseline(self, transport: TimedNixl) -> Baseline:
-        """NIXL alone between the same two processes, in the direction that pulls take."""
+        """NIXL alone between the same two processes, in the direction that pulls by it take."""
+        direction: Direction = "write" if self.nixl_way == "write" else "read"
         card = self.peer.card
         assert card is not None
         return Baseline(
@@ -132,7 +160,7 @@ class TransferRun:
             self.setting,
             (self.arena.address, card.base),
             self.agent.endpoint.kinds(card),
-            "write" if self.direction == "write" else "read",
+            direction,
         )
 
     def close(self) -> None:
@@ -145,12 +173,17 @@ class Times:
     def __init__(self, run: TransferRun) -> None:
         self._run = run
         alone = run.baseline(run.transport)
-        self._alone = {"raw": alone.raw, "prepared": alone.prepared, "built": alone.built}
+        self._alone = {
+            "plain copy": run.plain_copy,
+            "raw": alone.raw,
+            "prepared": alone.prepared,
+            "built": alone.built,
+        }
         self._threaded: TimedNixl | None = None
         if run.setting.device == "cpu":
             self._threaded = run.threaded()
             self._alone[BY_THREADS] = run.baseline(self._threaded).prepared
-        names = (*self._alone, "contiguous", "rows", "sampled")
+        names = (*self._alone, "contiguous", "rows", "sampled", BY_NIXL)
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
         self.own: list[float] = []
         self.producer_own: list[float] = []
@@ -159,14 +192,15 @@ class Times:
         """Everything once."""
         run = self._run
         self.seconds["contiguous"].append(run.pull("in-order", "off")[0])
-        busy: list[float] = []  # the producer's, before each
         for name in ("rows", "sampled", "sampled", "rows"):
-            seconds, own = run.pull("scattered", "off" if name == "rows" else "sample")
-            busy.append(run.producer.busy_seconds)
-            self.seconds[name].append(seconds)
-            if name == "rows":
-                self.own.append(own)
-        self.producer_own.append(busy[1] - busy[0])
+            digest = "off" if name == "rows" else "sample"
+            self.seconds[name].append(run.pull("scattered", digest)[0])
+        before = run.producer.busy_seconds
+        seconds, own = run.pull("scattered", "off", by_nixl=True)
+        self.seconds[BY_NIXL].append(seconds)
+        self.own.append(own)
+        run.producer.offer("one")  # says how long the producer was busy with it
+        self.producer_own.append(run.producer.busy_seconds - before)
         for name, move in self._alone.items():
             run.producer.offer("in-order", awake_seconds=10.0)
             self.seconds[name].append(move())
@@ -219,7 +253,6 @@ def _figures(run: TransferRun, times: Times) -> dict[str, Any]:
         "rows": setting.rows,
         "row_bytes": setting.row_bytes,
         "device": setting.device,
-        "huge_page_bytes": run.arena.huge_page_bytes if setting.device == "cpu" else 0,
         "direction": run.direction,
         "probe": {
             "read_rate": run.path.read.long,
@@ -233,10 +266,12 @@ def _figures(run: TransferRun, times: Times) -> dict[str, Any]:
 
 def _descriptors(name: str, run: TransferRun) -> int:
     match name:
-        case "raw":
+        case "raw" | "plain copy":
             return 1
         case "contiguous":
             return run.descriptors["in-order"]
+        case "by NIXL":
+            return run.descriptors[BY_NIXL]
         case "rows" | "sampled":
             return run.descriptors["scattered"]
         case _:
