@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from kvstow.adapters.vllm.cache.layout import (
     declared_layout,
 )
 from kvstow.adapters.vllm.cache.pages import DeclaredPage
+from kvstow.adapters.vllm.mail import MailAddress
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -27,7 +28,6 @@ from kvstow.adapters.vllm.protocol import (
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
 from kvstow.adapters.vllm.scheduler.recall import Recall
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
-from kvstow.adapters.vllm.worker.offers import OfferSender
 from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.adapters.vllm.worker.side import WorkerSide
 from kvstow.memory.arena import Arena
@@ -153,10 +153,9 @@ class Engine:
         arena = Arena.adopt(layout, dict(views), axes=axes)
         desk = SchedulerSide(declared_groups(declared), NUM_BLOCKS, settings, identity=IDENTITY)
         hands = WorkerSide(arena, settings, transport=LocalTransport(fabric), name=name)
-        if told == "at once":
-            desk.meet([hands.endpoint], OfferSender([hands.endpoint]).tell)
-        else:
-            desk.meet([hands.endpoint])
+        has_mail = told == "at once"
+        endpoint = hands.endpoint
+        desk.meet([endpoint if has_mail else replace(endpoint, inbox=MailAddress())])
         return Engine(desk, hands, views)
 
     def part(self, kind: type[PartKind]) -> PartKind:

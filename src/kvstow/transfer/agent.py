@@ -377,6 +377,14 @@ class Agent:
         """What else to say to somebody who has waited for a pull in vain."""
         return "" if self.loop.has_thread else "\n\nhint: this agent was not started: agent.start()"
 
+    def maps(self, ticket: Ticket) -> bool:
+        """Whether what a ticket names is memory of ours by now, so that to pull it is to copy it
+        here; from any thread."""
+        peer = self.peers.at(ticket.address, ticket.key)
+        is_met = peer.state == "ready" and peer.card is not None
+        is_mapped = is_met and peer.mapped is not None and peer.card.start == ticket.start
+        return is_mapped and self.options.direction is None
+
     def keep(self, ticket: Ticket) -> None:
         """Keep a ticket's lease alive until it is pulled or dropped."""
 

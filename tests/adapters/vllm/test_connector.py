@@ -275,6 +275,7 @@ def request(id: str, **changed: object) -> SimpleNamespace:
         "prompt_embeds": None,
         "resumable": False,
         "block_hashes": HASHES,
+        "skip_reading_prefix_cache": True,  # what is pulled before a request is planned: test_early
         "status": Status.FINISHED_LENGTH_CAPPED,
         "num_computed_tokens": len(PROMPT),
         "num_in_flight_tokens": 0,

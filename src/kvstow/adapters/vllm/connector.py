@@ -49,7 +49,6 @@ from kvstow.adapters.vllm.protocol import (
 from kvstow.adapters.vllm.scheduler.events import TierEvents, check_published
 from kvstow.adapters.vllm.scheduler.holds import BlockHolds
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
-from kvstow.adapters.vllm.worker.offers import OfferSender
 from kvstow.adapters.vllm.worker.side import WorkerSide
 from kvstow.events.format import CacheEvent
 from kvstow.plan.manifest import encode
@@ -140,8 +139,17 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
                 num_ranks=self._declared.tp[1] * self._declared.pp[1],
                 takes_over=self._takes_over,
                 ahead=vllm_config.num_prefill_lookahead_tokens,
+                pulls_early=self._may_fill_free_blocks(kv_cache_config),
                 events=self._events,
             )
+
+    def _may_fill_free_blocks(self, kv_cache_config: CacheConfig) -> bool:
+        """Whether nothing writes to blocks that vLLM counts as free, and its hashes are those of
+        whole blocks of its only group."""
+        sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+        is_one = len(kv_cache_config.kv_cache_groups) == 1
+        own = sizes | {kv_cache_config.hash_block_size or min(sizes)}
+        return is_one and len(own) == 1 and not self._after_steps
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: EngineConfig) -> str | None:
@@ -166,7 +174,7 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
     def get_kv_connector_stats(self) -> KvstowStats | None:
         """What was counted since the last call."""
         side = self._scheduler or self._worker
-        data = side.counts.take() if side is not None else {}
+        data = side.take_counts() if side is not None else {}
         return KvstowStats(data=data) if data else None
 
     # ── in the workers ────────────────────────────────────────────────────────────────────
@@ -268,7 +276,7 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
         each = [metadata[rank] for rank in sorted(metadata)]
         workers = [worker for worker in each if isinstance(worker, KvstowEndpoint)]
         endpoints = [worker.endpoint for worker in workers]
-        self._scheduler_side.meet(endpoints, OfferSender(endpoints).tell)
+        self._scheduler_side.meet(endpoints)
         for worker in workers:
             self._scheduler_side.apply(worker.kept)
 
@@ -282,7 +290,7 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
         plain = self._plain(request)  # its tokens are the request's own, and change with them
         if self._forgets and plain.asks_for_tickets:
             stop_one_token_short(request)
-        self._scheduler_side.arrived(plain)
+        self._scheduler_side.arrived(plain, request)
         self._requests[request.request_id] = request
 
     def _plain(self, request: Request) -> EngineRequest:

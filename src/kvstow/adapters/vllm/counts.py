@@ -14,6 +14,7 @@ PREFIX = "kvstow_vllm_"
 
 PULLS = "pulls"
 PULL_PATHS = "pull_paths"
+EARLY_PULLS = "early_pulls"
 PULL_SECONDS = "pull_seconds"
 PULL_DESCRIPTORS = "pull_descriptors"
 PULLED_BYTES = "pulled_bytes"
@@ -65,6 +66,7 @@ VLLM_COUNTERS = (
     VllmMetric(PULLED_TOKENS, "Tokens of accepted pulls"),
     VllmMetric(PULLS, "Pulls that ended, by outcome", "outcome"),
     VllmMetric(PULL_PATHS, "Producers of accepted pulls: mapped, or the reason why not", "path"),
+    VllmMetric(EARLY_PULLS, "Pulls for requests that were not planned yet, by outcome", "outcome"),
     VllmMetric(HELD_BLOCKS, "Blocks held because a failed pull might still write to them"),
     VllmMetric(RELEASED_BLOCKS, "Held blocks that were released"),
     VllmMetric(OFFERED_REQUESTS, "Requests that got tickets"),

@@ -156,6 +156,7 @@ class Request(Protocol):
     prompt_embeds: object
     resumable: bool
     block_hashes: Sequence[bytes]
+    skip_reading_prefix_cache: bool
 
     @property
     def num_tokens(self) -> int: ...
@@ -169,11 +170,30 @@ class GivenBlocks(Protocol):
 
 
 class Block(Protocol):
+    block_id: int
     ref_cnt: int
 
 
 class BlockPool(Protocol):
     blocks: Sequence[Block]
+
+    def get_num_free_blocks(self) -> int: ...
+
+    def get_new_blocks(self, num_blocks: int) -> Sequence[Block]: ...
+
+    def get_cached_block(
+        self, block_hash: bytes, kv_cache_group_ids: list[int]
+    ) -> Sequence[Block] | None: ...
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[Block],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+    ) -> None: ...
 
     def touch(self, blocks: Sequence[Block]) -> None: ...
 

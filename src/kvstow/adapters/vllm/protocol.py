@@ -24,6 +24,7 @@ import numpy as np
 
 from kvstow.adapters.vllm.engine import Request
 from kvstow.adapters.vllm.identity import AdapterNames
+from kvstow.adapters.vllm.mail import MailAddress
 from kvstow.errors import TransferError
 from kvstow.offload.watch import TierChange
 from kvstow.route.blocks import Blocks
@@ -60,8 +61,8 @@ def blocks_with_tokens(
 class WorkerEndpoint:
     """One worker's agent, for the tickets that the scheduler's side writes in its name.
 
-    `secret` is between the two: it marks what is sent to `inbox`, where the worker is told of
-    offers between steps (`worker.offers`). `ticket_key` signs what is written in the agent's name.
+    At `inbox` the worker hears what cannot wait for a step. `ticket_key` signs what is written in
+    the agent's name.
     """
 
     agent: str
@@ -69,9 +70,8 @@ class WorkerEndpoint:
     address: str
     key: str
     fingerprint: str
-    secret: bytes = field(default=b"", repr=False)
     ticket_key: bytes = field(default=b"", repr=False)
-    inbox: str = ""
+    inbox: MailAddress = MailAddress()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,27 @@ class PullBlocks:
     num_tokens: int
     seconds: float | None = None
     may_hold: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyPull:
+    """Pull at once, if that is a copy out of mapped memory, and tell `answer_to` how it went: the
+    engine does not plan the request before."""
+
+    number: int
+    pull: PullBlocks
+    answer_to: MailAddress
+
+
+EarlyOutcome = Literal["accepted", "declined", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyAnswer:
+    """How a rank's early pull went. One that was declined has touched nothing."""
+
+    number: int
+    outcome: EarlyOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

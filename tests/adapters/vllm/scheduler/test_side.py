@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstow.adapters.vllm.cache.layout import CacheDeclaration, declared_groups
 from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
+from kvstow.adapters.vllm.mail import Inbox
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     EngineRequest,
@@ -261,10 +263,11 @@ def test_a_request_that_finishes_before_any_worker_is_known_gets_no_tickets():
 
 
 def test_workers_are_told_of_an_offer_at_once_and_in_the_next_step():
-    prefill = side()
-    texts: list[str] = []
-    prefill.meet([CARD], lambda offer, tickets: texts.extend(tickets))
-    assert offered(prefill)["kvstow"]["tickets"] == texts  # pyright: ignore
+    prefill, inbox = side(), Inbox()
+    prefill.meet([replace(CARD, inbox=inbox.address)])
+    given: Any = offered(prefill)
+    told = inbox.receive(0)
+    assert [str(ticket) for ticket in told.tickets] == given["kvstow"]["tickets"]
     assert len(prefill.take_step(computes=False).offers) == 1
 
 

@@ -20,8 +20,8 @@ from kvstow.adapters.vllm.cache.layout import (
     declared_groups,
 )
 from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.protocol import OfferBlocks
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
-from kvstow.adapters.vllm.worker.offers import OfferSender
 from kvstow.cli import app
 from kvstow.errors import StoreError
 from kvstow.transfer.tickets.ticket import Ticket
@@ -361,7 +361,7 @@ def test_an_offer_that_is_told_after_its_lease_has_ended_is_not_adopted(
     decode.until(lambda found: bool(found.received))
     prefill.until(lambda found: "p" in found.sent)
     after = prefill.hands.agent.endpoint.owner.generations[1].copy()
-    prefill.hands.offers.hear(ticket)
+    prefill.hands.offers.hear(OfferBlocks(request="p", tickets=(ticket,)))
     assert (prefill.hands.agent.endpoint.owner.generations[1] == after).all()
     assert not any(prefill.step().sent for _ in range(3))
 
@@ -385,11 +385,12 @@ def test_a_ticket_holds_though_an_earlier_lease_of_its_blocks_ends_just_then():
 def test_who_does_not_know_the_secret_tells_a_worker_nothing():
     engine = Engine.start(Fabric(), "engine", SETTINGS, "BLHNC")
     try:
-        stranger = replace(engine.hands.endpoint, secret=b"another")
+        inbox = engine.hands.endpoint.inbox
+        stranger = replace(engine.hands.endpoint, inbox=replace(inbox, secret=b"another"))
         desk = SchedulerSide(
             declared_groups(declaration("BLHNC")), NUM_BLOCKS, SETTINGS, identity=IDENTITY
         )
-        desk.meet([stranger], OfferSender([stranger]).tell)
+        desk.meet([stranger])
         Engine(desk, engine.hands, engine.views).prefill(THERE)
         assert not any(engine.hands.agent.endpoint.owner.generations[1])
     finally:

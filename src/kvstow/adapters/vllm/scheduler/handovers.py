@@ -1,30 +1,35 @@
 """Tickets that came with requests: checked, kept alive, pulled with, or given back.
 
+What is pulled before the engine plans a request is `early`'s; everything else is ordered when it has
+given blocks.
+
 Several requests carry the same tickets where a call asks for several answers (`n`), and a ticket is
 read once: the first request pulls, and the others find its blocks in the engine's own cache.
 """
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
-from kvstow.adapters.vllm.counts import (
-    REFUSED_REQUESTS,
-    EngineCounts,
-)
+from kvstow.adapters.vllm.counts import REFUSED_REQUESTS, EngineCounts
+from kvstow.adapters.vllm.engine import Request
 from kvstow.adapters.vllm.identity import EngineWeights
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
+    EarlyOutcome,
     EngineRequest,
     Handover,
     OtherPrompt,
     PullBlocks,
+    StepOrders,
+    StepResults,
     handover_in,
     tickets_to_drop,
 )
+from kvstow.adapters.vllm.scheduler.early import EarlyPulls
 from kvstow.adapters.vllm.scheduler.holds import HeldPulls
 from kvstow.adapters.vllm.scheduler.source import Hits, OrderBook, PrefixSource
 from kvstow.errors import TransferError
@@ -49,6 +54,7 @@ class Handovers(PrefixSource):
         weights: EngineWeights,
         book: OrderBook,
         held: HeldPulls,
+        early: EarlyPulls,
         counts: EngineCounts,
         *,
         max_tokens: int,
@@ -59,27 +65,32 @@ class Handovers(PrefixSource):
         self._weights = weights
         self._book = book
         self._held = held
+        self._early = early
         self._counts = counts
         self._max_tokens = max_tokens
         self._takes_over = takes_over
         self._waiting: dict[str, Handover] = {}
         """By request, tickets that nobody has pulled with."""
         self._pulling: dict[str, Handover] = {}
+        self._early_ones: set[str] = set()
+        """Those among them whose requests wait for it."""
         self._used: deque[frozenset[tuple[str, int]]] = deque(maxlen=MOST_USED)
 
     # ── tickets come ──────────────────────────────────────────────────────────────
 
-    def take_in(self, request: EngineRequest) -> None:
-        """Tickets that came with the request, and may be used, are kept alive. Bad ones are
-        counted here and handed back: the engine computes such a request itself, or has rejected
-        it."""
+    def take_in(self, request: EngineRequest, original: Request | None = None) -> None:
+        """Tickets that came with the request, and may be used, are pulled with, or kept alive. Bad
+        ones are counted here and handed back: the engine computes such a request itself, or has
+        rejected it. `original` is the engine's request."""
         try:
             handover = handover_in(request)
             if handover is None or handover.leases in self._used:
                 return
             self._check_role()
             self._check_identity(handover)
-            self.offer(request.id, self._short_of_last(request, handover))
+            handover = self._short_of_last(request, handover)
+            if original is None or not self._pull_early(original, handover):
+                self.offer(request.id, handover)
         except TransferError as error:
             log.warning("request %s: %s", request.id, error)
             self._counts[REFUSED_REQUESTS] += 1
@@ -90,6 +101,33 @@ class Handovers(PrefixSource):
         """A request may take these tokens over."""
         self._waiting[id] = handover
         self._book.step.keeps += handover.tickets
+
+    def _pull_early(self, request: Request, handover: Handover) -> bool:
+        """Pull before the engine plans the request; whether that is done, or has begun."""
+        if self._is_pulled_for_another(handover):
+            return False
+        match self._early.begin(request, handover):
+            case "beside steps":
+                return False
+            case "needless":
+                self._book.step.drops += handover.tickets
+            case "begun":
+                self._pulling[request.request_id] = handover
+                self._early_ones.add(request.request_id)
+                self._settle(self._early.wait())
+        return True
+
+    def _settle(self, ended: Mapping[str, EarlyOutcome]) -> None:
+        """Early pulls have ended: their tickets are used up, unless no rank has tried."""
+        for id, outcome in ended.items():
+            handover, is_awaited = self._pulling.pop(id), id in self._early_ones
+            self._early_ones.discard(id)
+            if outcome != "declined":
+                self._use_up(handover)
+            elif is_awaited:
+                self.offer(id, handover)
+            else:
+                self._book.step.drops += handover.tickets
 
     def _check_role(self) -> None:
         if not self._takes_over:
@@ -139,6 +177,9 @@ class Handovers(PrefixSource):
         return id in self._waiting
 
     def reach(self, id: str, num_computed: int, num_held: int) -> int | None:
+        if id in self._early_ones:
+            self._settle(self._early.poll())
+            return None  # the engine has looked into its cache before it asked
         handover = self._waiting.get(id)
         if handover is None:
             return num_held
@@ -188,21 +229,38 @@ class Handovers(PrefixSource):
     def computes(self, id: str) -> None:
         """Tickets that were pulled for it are used up, for those that waited, too; tickets that
         will not be pulled are dropped, unless another request has the same."""
+        self._early.planned(id)
+        if id in self._early_ones:  # it was dropped; others may wait for what comes
+            return self._early_ones.discard(id)
         used = self._pulling.pop(id, None)
         if used is not None:
-            self._used.append(used.leases)
-        for other, handover in tuple(self._waiting.items()):
-            if used is not None and handover.leases == used.leases:
-                self._book.step.drops += self._waiting.pop(other).tickets
+            self._use_up(used)
         handover = self._waiting.pop(id, None)
         if handover is None or self._is_pulled_for_another(handover):
             return
         if all(other.leases != handover.leases for other in self._waiting.values()):
             self._book.step.drops += handover.tickets
 
+    def _use_up(self, used: Handover) -> None:
+        """Tickets were pulled with: those who waited for it find what it brought in the cache."""
+        self._used.append(used.leases)
+        for other, handover in tuple(self._waiting.items()):
+            if handover.leases == used.leases:
+                self._book.step.drops += self._waiting.pop(other).tickets
+
     def ended(self, id: str, ids: BlockIds, num_tokens: int) -> None:
         self.computes(id)
 
+    def apply(self, results: StepResults) -> None:
+        self._settle(self._early.poll())
+
+    def plan(self, step: StepOrders) -> None:
+        self._settle(self._early.poll())
+
     def reset(self, identity: Identity) -> None:
+        self._early.reset()
         for id in tuple(self._waiting):
             self.computes(id)
+
+    def close(self) -> None:
+        self._early.close()

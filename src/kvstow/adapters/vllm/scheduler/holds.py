@@ -26,7 +26,7 @@ from kvstow.adapters.vllm.counts import (
     RELEASED_BLOCKS,
     EngineCounts,
 )
-from kvstow.adapters.vllm.engine import BlockPool
+from kvstow.adapters.vllm.engine import BlockPool, Request
 from kvstow.adapters.vllm.protocol import Hold, KeyedBlocks, StepResults, StoreBlocks
 
 MAX_BYTES_UNDER_WAY = 4 << 30
@@ -35,10 +35,37 @@ once per step, and a step of 8,192 tokens of a model of 8 B fills 1 GiB."""
 
 
 class BlockHolds:
-    """vLLM's block pool: a block is held by one more reference."""
+    """vLLM's block pool: a block is held by one more reference. Blocks of the prefix cache are
+    those of caches with one group."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._pool.blocks)
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.get_num_free_blocks()
+
+    def take(self, count: int) -> list[int]:
+        """So many free blocks, held; what they cached is forgotten."""
+        return [block.block_id for block in self._pool.get_new_blocks(count)]
+
+    def cached(self, hashes: Sequence[bytes], count: int) -> list[int]:
+        """Of the first `count` blocks of a prompt those that lie in the prefix cache, up to the
+        first that does not."""
+        found: list[int] = []
+        while len(found) < count and (hit := self._pool.get_cached_block(hashes[len(found)], [0])):
+            found.append(hit[0].block_id)
+        return found
+
+    def enter(self, request: Request, blocks: Sequence[int], first: int, block_tokens: int) -> None:
+        """Enter a request's blocks into the prefix cache, from number `first` on. They are held,
+        and hold what the engine would have computed."""
+        each = [self._pool.blocks[block] for block in blocks]
+        self._pool.cache_full_blocks(request, each, first, len(each), block_tokens, 0)
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Nobody is given these blocks until they are released."""

@@ -1,6 +1,6 @@
 """Requests that have ended, offered to others: tickets, and the generations of their blocks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from secrets import randbits
 from typing import Any
 
@@ -14,7 +14,6 @@ from kvstow.adapters.vllm.counts import (
 from kvstow.adapters.vllm.identity import EngineWeights
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
-    OURS,
     BlockIds,
     EngineRequest,
     Handover,
@@ -31,9 +30,6 @@ from kvstow.route.blocks import Blocks
 from kvstow.transfer.tickets.ticket import Ticket
 
 LEASE_BITS = 62
-
-Tell = Callable[[OfferBlocks, Sequence[str]], object]
-"""Tells workers of an offer at once, and of its tickets as text."""
 
 
 class PinnedBlocks:
@@ -87,12 +83,11 @@ class SchedulerOffers:
         self._book = book
         self._counts = counts
         self._workers: tuple[WorkerEndpoint, ...] = ()
-        self._tell: Tell = lambda offer, texts: None
         self._blocks: dict[str, Mapping[int, Blocks]] = {}
         """By request, blocks that a lease keeps."""
 
-    def meet(self, workers: Sequence[WorkerEndpoint], tell: Tell) -> None:
-        self._workers, self._tell = tuple(workers), tell
+    def meet(self, workers: Sequence[WorkerEndpoint]) -> None:
+        self._workers = tuple(workers)
 
     def make(self, request: EngineRequest, ids: BlockIds, num_tokens: int) -> dict[str, Any] | None:
         """Tickets for the request's blocks, as its answer carries them; None where it cannot be
@@ -110,9 +105,9 @@ class SchedulerOffers:
         self._book.step.offers.append(offer)
         self._counts[OFFERED_REQUESTS] += 1
         digest = prompt_digest(request, num_tokens)
-        params = Handover(tickets=tickets, num_tokens=num_tokens, prompt=digest).params()
-        self._tell(offer, params[OURS]["tickets"])
-        return params
+        for worker, ticket in zip(self._workers, tickets, strict=True):
+            worker.inbox.send(OfferBlocks(request=request.id, tickets=(ticket,)))
+        return Handover(tickets=tickets, num_tokens=num_tokens, prompt=digest).params()
 
     def _tickets(self, blocks: Mapping[int, Blocks], num_tokens: int) -> tuple[Ticket, ...]:
         generations = self._pinned.pin(blocks)

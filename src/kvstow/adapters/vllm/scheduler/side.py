@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.engine import Request
 from kvstow.adapters.vllm.identity import EngineWeights, unshared
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
@@ -17,16 +18,18 @@ from kvstow.adapters.vllm.protocol import (
     StepResults,
     WorkerEndpoint,
 )
+from kvstow.adapters.vllm.scheduler.early import EarlyPulls
 from kvstow.adapters.vllm.scheduler.events import TierEvents
 from kvstow.adapters.vllm.scheduler.handovers import Handovers
 from kvstow.adapters.vllm.scheduler.holds import BlockHolds, HeldPulls
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
-from kvstow.adapters.vllm.scheduler.offers import SchedulerOffers, Tell
+from kvstow.adapters.vllm.scheduler.offers import SchedulerOffers
 from kvstow.adapters.vllm.scheduler.peers import PeerQuestions
 from kvstow.adapters.vllm.scheduler.recall import Recall
 from kvstow.adapters.vllm.scheduler.source import Hits, OrderBook, PrefixSource
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
+from kvstow.plan.retention import Full
 
 
 class Match(NamedTuple):
@@ -51,19 +54,29 @@ class SchedulerSide:
         num_ranks: int = 1,
         takes_over: bool = True,
         ahead: int = 0,
+        pulls_early: bool = False,
         events: TierEvents | None = None,
     ) -> None:
+        """With `pulls_early` blocks of the engine's pool may be filled at any time: nothing that
+        runs writes to free ones."""
         self.counts = EngineCounts()
         self.held = HeldPulls(self.counts)
         self._weights = weights = EngineWeights(identity)
         self._book = book = OrderBook()
         self._offers = SchedulerOffers(groups, num_blocks, options, weights, book, self.counts)
+        is_plain = len(groups) == 1 and isinstance(groups[0].retention, Full) and not ahead
+        self.early = EarlyPulls(
+            block_tokens=groups[0].block_tokens,
+            seconds=options.early_seconds if pulls_early and is_plain else 0.0,
+            counts=self.counts,
+        )
         self._handovers = Handovers(
             groups,
             options,
             weights,
             book,
             self.held,
+            self.early,
             self.counts,
             max_tokens=num_blocks * max(group.block_tokens for group in groups),
             takes_over=takes_over,
@@ -96,25 +109,24 @@ class SchedulerSide:
         self._computes = False
         """Whether the last step computes something; it may still run when the next one is made."""
 
-    def meet(
-        self, workers: Sequence[WorkerEndpoint], tell: Tell = lambda offer, texts: None
-    ) -> None:
-        """The workers' agents, by rank. `tell` tells them of an offer before its tickets leave."""
-        self._offers.meet(workers, tell)
+    def meet(self, workers: Sequence[WorkerEndpoint]) -> None:
+        """The workers' agents, by rank."""
+        self._offers.meet(workers)
+        self.early.meet(workers)
         if self.recall is not None:
             self.recall.meet([worker.agent for worker in workers])
 
     def bind(self, pool: BlockHolds) -> None:
         """The engine's pool, whose blocks can be held."""
-        self.held.pool = pool
+        self.held.pool = self.early.pool = pool
         if self.recall is not None:
             self.recall.stores.holds = pool
 
     # ── requests ──────────────────────────────────────────────────────────────────
 
-    def arrived(self, request: EngineRequest) -> None:
-        """A request is queued."""
-        self._handovers.take_in(request)
+    def arrived(self, request: EngineRequest, original: Request | None = None) -> None:
+        """A request is queued; `original` is what the engine has of it."""
+        self._handovers.take_in(request, original)
         identity, sizes = self._weights.identity, self._key_sizes
         keys = RequestKeys(identity, request, sizes, ahead=self._ahead)
         has_tickets = self._handovers.has(request.id)
@@ -183,7 +195,7 @@ class SchedulerSide:
     @property
     def is_loading(self) -> bool:
         """Whether a request waits for its blocks to be filled."""
-        return bool(self._loading)
+        return bool(self._loading) or len(self.early) > 0
 
     # ── steps ─────────────────────────────────────────────────────────────────────
 
@@ -196,7 +208,11 @@ class SchedulerSide:
     @property
     def waits_for_step(self) -> bool:
         """Whether held blocks wait for another step, though no request does."""
-        return len(self.held) > 0 or (self.recall is not None and len(self.recall.stores) > 0)
+        return len(self.held) + len(self.early) > 0 or (self.recall is not None and len(self.recall.stores) > 0)
+
+    def take_counts(self) -> dict[str, Any]:
+        """What was counted since the last call."""
+        return self.counts.take()
 
     def take_step(self, *, computes: bool) -> StepOrders:
         """What the workers are to do now; told once."""

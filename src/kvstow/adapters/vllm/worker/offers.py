@@ -1,37 +1,21 @@
 """Offers: blocks that stay for somebody with a ticket, from the first word of it to its end.
 
-The scheduler's side writes a ticket when a request ends, and tells every worker of it twice: by a
-datagram at once, with a mark that only it can make, and in the engine's next step. Either makes the
-lease; an engine that is driven by hand (`LLM.generate`) takes no step once its last request has
-ended. A datagram that does not arrive (another machine, a ticket of more than some 200 KB, a full
-queue) costs nothing: the next step tells, and a consumer that was faster tries once more.
+The scheduler's side writes a ticket when a request ends, and tells every worker of it twice: by
+mail at once, and in the engine's next step. Either makes the lease; an engine that is driven by
+hand (`LLM.generate`) takes no step once its last request has ended. Mail that does not arrive costs
+nothing: the next step tells, and a consumer that was faster tries once more.
 """
 
-import logging
-import socket
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
-from hashlib import blake2b
-from hmac import compare_digest
-from secrets import token_bytes, token_hex
-from threading import RLock, Thread
-from weakref import finalize
 
 import numpy as np
 
-from kvstow.adapters.vllm.counts import (
-    LEASE_ENDS,
-    EngineCounts,
-)
-from kvstow.adapters.vllm.protocol import (
-    OfferBlocks,
-    StepOrders,
-    StepResults,
-    WorkerEndpoint,
-)
+from kvstow.adapters.vllm.counts import LEASE_ENDS, EngineCounts
+from kvstow.adapters.vllm.protocol import OfferBlocks, StepOrders, StepResults
 from kvstow.adapters.vllm.worker.part import RankPart
-from kvstow.errors import KvstowError, TransferError
+from kvstow.errors import TransferError
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
@@ -39,15 +23,6 @@ from kvstow.transfer.agent import Agent
 from kvstow.transfer.tickets.lease import EndReason
 from kvstow.transfer.tickets.owner import Generations
 from kvstow.transfer.tickets.ticket import Ticket
-
-log = logging.getLogger(__name__)
-
-MARK_BYTES = 32
-MAX_BYTES = 1 << 20
-
-
-def _mark(secret: bytes, body: bytes) -> bytes:
-    return blake2b(body, digest_size=MARK_BYTES, key=secret, person=b"kvstow offer").digest()
 
 
 class LeasedGenerations(Generations):
@@ -95,29 +70,18 @@ class RankOffers(RankPart):
 
     `counts` is told how they end. A lease may be read and end before a step has named it, yet its
     request's blocks are not reported as sent before: what else needs them comes with that step.
-    `lock` guards the agent's owner and counts: datagrams come in a thread of their own.
     """
 
-    def __init__(
-        self, agent: Agent, blocks: LeasedGenerations, counts: EngineCounts, lock: RLock
-    ) -> None:
+    def __init__(self, agent: Agent, blocks: LeasedGenerations, counts: EngineCounts) -> None:
         self._agent = agent
         self._blocks = blocks
         self._counts = counts
-        self._lock = lock
         self._running: set[int] = set()
         """Leases that somebody may still read."""
         self._heard: set[int] = set()
         """Leases that no step has named yet."""
         self._requests: dict[int, str] = {}
         """By lease that a step has named, the request whose blocks stay."""
-        self.secret = token_bytes(16)
-        self.inbox = f"\0kvstow-{token_hex(16)}"  # a name, not a file: nothing is left behind
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(self.inbox)
-        self._is_open = True
-        self._thread = Thread(target=self._listen, name="kvstow offers", daemon=True)
-        self._thread.start()
 
     # ── what the rank does in a step ──────────────────────────────────────────────
 
@@ -135,14 +99,6 @@ class RankOffers(RankPart):
         """Requests whose leases are over since the last time."""
         over = [lease for lease in self._requests if lease not in self._running]
         results.sent.update(self._requests.pop(lease) for lease in over)
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._is_open = False
-        with suppress(OSError):
-            self._socket.sendto(b"", socket.MSG_DONTWAIT, self.inbox)  # wakes the thread
-        self._thread.join(1.0)
-        self._socket.close()
 
     # ── offers ────────────────────────────────────────────────────────────────────
 
@@ -168,39 +124,11 @@ class RankOffers(RankPart):
             kind="ticket",
         )
 
-    def _listen(self) -> None:
-        while self._is_open:
-            message = self._socket.recv(MAX_BYTES)
-            mark, body = message[:MARK_BYTES], message[MARK_BYTES:]
-            if compare_digest(mark, _mark(self.secret, body)):
-                try:
-                    self.hear(Ticket.parse(body.decode()))
-                except (KvstowError, UnicodeError):
-                    log.exception("an offer of the scheduler's")
-
-    def hear(self, ticket: Ticket) -> None:
+    def hear(self, offer: OfferBlocks) -> None:
         """Adopt an offer that was told between two steps, unless a step was faster: its lease may
         be over by now."""
+        ticket = self._ticket(offer)
         lease = ticket.lease
-        with self._lock:
-            if lease not in self._requests and not self._agent.server.leases.has_ended(lease):
-                self._adopt(ticket)
-                self._heard.add(lease)
-
-
-class OfferSender:
-    """Tells each worker of its tickets, at once."""
-
-    def __init__(self, workers: Sequence[WorkerEndpoint]) -> None:
-        self._workers = {worker.agent: worker for worker in workers}
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        finalize(self, self._socket.close)
-
-    def tell(self, offer: OfferBlocks, texts: Sequence[str]) -> None:
-        """Every worker that can be told is told, and not waited for. `texts` are the tickets."""
-        for ticket, text in zip(offer.tickets, texts, strict=True):
-            worker = self._workers[ticket.agent]
-            body = text.encode()
-            message = _mark(worker.secret, body) + body
-            with suppress(OSError):
-                self._socket.sendto(message, socket.MSG_DONTWAIT, worker.inbox)
+        if lease not in self._requests and not self._agent.server.leases.has_ended(lease):
+            self._adopt(ticket)
+            self._heard.add(lease)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import count
 
 import torch
@@ -26,6 +27,9 @@ from kvstow.adapters.vllm.counts import (
     EngineCounts,
 )
 from kvstow.adapters.vllm.protocol import (
+    EarlyAnswer,
+    EarlyOutcome,
+    EarlyPull,
     Hold,
     PullBlocks,
     StepOrders,
@@ -102,12 +106,24 @@ class RankPulls(RankPart):
 
     def load(self, step: StepOrders) -> None:
         for pull in step.pulls:
-            self._tasks.append(self._run(pull))
-        self._resume()
+            self._tasks.append(self._run(pull, partial(self._report, pull.request)))
+        self.resume()
+
+    def hear(self, early: EarlyPull) -> None:
+        """Pull at once, between two steps, and answer when that is over."""
+
+        def answer(outcome: EarlyOutcome) -> None:
+            early.answer_to.send(EarlyAnswer(early.number, outcome))
+
+        if all(self._agent.maps(ticket) for ticket in early.pull.tickets):
+            self._tasks.append(self._run(early.pull, answer))
+            self.resume()
+        else:
+            answer("declined")
 
     def report(self, results: StepResults) -> None:
         """What has become of the pulls since the last time."""
-        self._resume()
+        self.resume()
         results.received |= self._received
         results.failed |= self._failed
         results.held |= self._held
@@ -124,13 +140,14 @@ class RankPulls(RankPart):
         """End all pulls and leases."""
         self._agent.close()
         closed = TransferError(f"agent {self._agent.name!r} is closed", kind="aborted")
-        self._resume()
+        self.resume()
         for task in self._tasks:
             with suppress(StopIteration):
                 task.throw(closed)
         self._tasks = []
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Go on with all pulls, as far as they can."""
         self._tasks = [task for task in self._tasks if next(task, self) is not self]
 
     def _quiet_ones(self) -> tuple[Hold, ...]:
@@ -143,8 +160,14 @@ class RankPulls(RankPart):
 
     # ── one pull ──────────────────────────────────────────────────────────────────
 
-    def _run(self, pull: PullBlocks) -> Task:
+    def _report(self, request: str, outcome: EarlyOutcome) -> None:
+        self._received.add(request)
+        if outcome == "failed":
+            self._failed.add(request)
+
+    def _run(self, pull: PullBlocks, report: Callable[[EarlyOutcome], None]) -> Task:
         """A pull from its order to its end."""
+        outcome: EarlyOutcome = "failed"
         try:
             yield from self._until_steps_are_over()
             for may_retry in (pull.seconds is None, False):  # a peer that was asked has the ticket
@@ -162,9 +185,10 @@ class RankPulls(RankPart):
                 raise transfer.error
             self._check_whole(pull, transfer.order.into)
             self._accept(pull, transfer)
-        except KvstowError as error:
+            outcome = "accepted"
+        except Exception as error:  # whoever waits for it is told in any case
             self._fail(pull, error)
-        self._received.add(pull.request)
+        report(outcome)
 
     def _until_steps_are_over(self) -> Task:
         """What the engine has given the device by now may write to the blocks, too."""
@@ -261,12 +285,13 @@ class RankPulls(RankPart):
             stats.digest,
         )
 
-    def _fail(self, pull: PullBlocks, error: KvstowError) -> None:
+    def _fail(self, pull: PullBlocks, error: Exception) -> None:
         """The engine computes the request: nobody will come for its tickets again."""
         kind = error.kind if isinstance(error, TransferError) else "refused"
+        if not isinstance(error, KvstowError):
+            log.error("a pull ended by a bug", exc_info=error)
         log.warning("request %s: pull failed (%s): %s", pull.request, kind, error)
         self._counts[f"{PULLS} {kind}"] += 1
-        self._failed.add(pull.request)
         for ticket in pull.tickets:
             with suppress(TransferError):  # closed
                 self._agent.drop(ticket)

@@ -8,10 +8,14 @@ it.
 import logging
 import threading
 from time import monotonic
+from typing import Any
 
 from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.mail import Inbox
 from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
 from kvstow.adapters.vllm.protocol import (
+    EarlyPull,
+    OfferBlocks,
     StepOrders,
     StepResults,
     WorkerEndpoint,
@@ -21,8 +25,10 @@ from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.adapters.vllm.worker.peers import PeerClient, RowServer
 from kvstow.adapters.vllm.worker.pulls import RankPulls
 from kvstow.adapters.vllm.worker.tiers import POLL_SECONDS, WorkerTiers
+from kvstow.errors import KvstowError
 from kvstow.memory.arena import Arena
 from kvstow.plan.manifest import fingerprint
+from kvstow.threads import guarded_thread
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.transport.base import Transport
 
@@ -33,6 +39,54 @@ IDLE_SECONDS = 0.002
 
 PULL_SECONDS = 0.006
 """How long an idle engine waits for a pull to end, so that the step in which it waits can tell."""
+
+
+class Listener(RankPart):
+    """Hears, in a thread of its own, what the scheduler's side tells between steps. It holds `lock`
+    while it acts: then no step does."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._inbox = Inbox()
+        self._is_open = True
+        self.address = self._inbox.address
+
+    def start(self, offers: RankOffers, pulls: RankPulls) -> None:
+        """From now on offers and early pulls are heard."""
+        guarded_thread(
+            "kvstow-mail",
+            lambda: self._listen(offers, pulls),
+            on_broken=lambda error: self._inbox.close(),  # nobody can write to it and wait
+        ).start()
+
+    def wake(self) -> None:
+        """Something has come of a pull."""
+        self.address.wake()
+
+    def _listen(self, offers: RankOffers, pulls: RankPulls) -> None:
+        while True:
+            message = self._inbox.receive(None if self._is_open else 0)
+            with self._lock:
+                if not self._is_open and message is None:
+                    return self._inbox.close()
+                try:
+                    self._hear(message, offers, pulls)
+                except KvstowError:
+                    log.exception("mail of the scheduler's")
+
+    def _hear(self, message: object, offers: RankOffers, pulls: RankPulls) -> None:
+        match message:
+            case OfferBlocks():
+                offers.hear(message)
+            case EarlyPull():
+                pulls.hear(message)
+            case _:
+                pulls.resume()
+
+    def close(self) -> None:
+        """Hear nothing any more; the thread ends soon."""
+        self._is_open = False
+        self.wake()
 
 
 class WorkerSide:
@@ -98,7 +152,13 @@ class WorkerSide:
     def _attach(self, transport: Transport) -> None:
         """Make an agent over the arena, and who uses it."""
         options, layout, keys = self._options, self.arena.layout, self._options.keys()
-        blocks, counts, wake = LeasedGenerations(layout), self.counts, self._news.set
+        blocks, counts = LeasedGenerations(layout), self.counts
+        listener = Listener(self._lock)
+
+        def wake() -> None:
+            self._news.set()
+            listener.wake()
+
         self.agent = agent = Agent(
             self.arena,
             blocks,
@@ -113,9 +173,10 @@ class WorkerSide:
         self.pulls = RankPulls(
             agent, self.arena, blocks, counts, wake=wake, after_steps=self._after_steps
         )
-        self.offers = RankOffers(agent, blocks, counts, self._lock)
-        self._movers = [self.pulls, self.offers]
+        self.offers = RankOffers(agent, blocks, counts)
+        self._movers = [listener, self.pulls, self.offers]
         agent.start()
+        listener.start(self.offers, self.pulls)
         if layout.tp[0] == layout.pp[0] == 0:  # the first rank asks peers for all
             broken = self.pulls.broken_peers
             self._movers.append(PeerClient(agent, options, counts, broken=broken, wake=wake))
@@ -125,9 +186,8 @@ class WorkerSide:
             address=agent.address,
             key=keys.public if keys else "",
             fingerprint=fingerprint(layout),
-            secret=self.offers.secret,
             ticket_key=agent.ticket_key,
-            inbox=self.offers.inbox,
+            inbox=listener.address,
         )
         self._introduce()
 
@@ -225,6 +285,11 @@ class WorkerSide:
         while not any(part.has_news() for part in self.parts) and monotonic() < until:
             if self._news.wait(POLL_SECONDS):
                 return
+
+    def take_counts(self) -> dict[str, Any]:
+        """What was counted since the last call."""
+        with self._lock:
+            return self.counts.take()
 
     def close(self) -> None:
         """End leases and pulls, let go of sockets and of the engine's memory."""
