@@ -30,6 +30,7 @@ from kvstow.adapters.vllm.scheduler.recall import Recall
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.adapters.vllm.worker.side import WorkerSide
+from kvstow.memory.allocate import host_bytes
 from kvstow.memory.arena import Arena
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Extent
@@ -49,8 +50,10 @@ def declaration(
     tp: tuple[int, int] = (0, 1),
     block_tokens: int | None = None,
     window: Window = WINDOW,
+    plain: bool = False,
 ) -> CacheDeclaration:
-    """Two layers with a window over two with full attention, one set of ids.
+    """Two layers with a window over two with full attention, one set of ids; `plain`: without the
+    former.
 
     With `block_tokens` its kernels keep so many tokens in order; otherwise pages are opaque.
     """
@@ -75,12 +78,13 @@ def declaration(
             for name in names
         )
 
-    groups = ("w.0", "w.1"), ("f.0", "f.1")
+    kinds = {("w.0", "w.1"): window, ("f.0", "f.1"): Full()}
+    groups = list(kinds)[plain:]
     return CacheDeclaration(
         identity=IDENTITY,
         order=order,
         num_blocks=NUM_BLOCKS,
-        groups=(pages(groups[0], window), pages(groups[1], Full())),
+        groups=tuple(pages(names, kinds[names]) for names in groups),
         regions=tuple(
             DeclaredRegion(
                 layers=names,
@@ -95,9 +99,9 @@ def declaration(
     )
 
 
-def memory(declared: CacheDeclaration) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One allocation, and views of the layers as an engine makes them from its own words."""
-    raw = torch.zeros(declared.regions[0].nbytes // 4)
+def views_of(declared: CacheDeclaration, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Views of the layers as an engine makes them from its own words."""
+    raw = memory.view(torch.float32)
     page = declared.groups[0][0]
     views = {
         name: raw.as_strided(
@@ -110,7 +114,7 @@ def memory(declared: CacheDeclaration) -> tuple[torch.Tensor, dict[str, torch.Te
     }
     if page.in_token_order:
         views = {name: view.unflatten(2, (page.states, CONTENT)) for name, view in views.items()}
-    return raw, views
+    return views
 
 
 WayToTell = Literal["in steps", "at once"]
@@ -145,13 +149,24 @@ class Engine:
         tp: tuple[int, int] = (0, 1),
         block_tokens: int | None = None,
         window: Window = WINDOW,
+        plain: bool = False,
     ) -> "Engine":
-        declared = declaration(order, tp, block_tokens, window)
-        _, views = memory(declared)
+        """`plain`: one group, in memory that others map."""
+        declared = declaration(order, tp, block_tokens, window, plain)
+        nbytes = declared.regions[0].nbytes
+        host = host_bytes(nbytes, align=4096, huge_pages=not plain, pinned=False)
+        views = views_of(declared, host.memory)
         layout = declared_layout(declared, base_align=64)
         axes = ("block", "head", "token", "content") if block_tokens else axes_of(layout.order)
         arena = Arena.adopt(layout, dict(views), axes=axes)
-        desk = SchedulerSide(declared_groups(declared), NUM_BLOCKS, settings, identity=IDENTITY)
+        arena.file = host.file
+        desk = SchedulerSide(
+            declared_groups(declared),
+            NUM_BLOCKS,
+            settings,
+            identity=IDENTITY,
+            pulls_early=plain,
+        )
         hands = WorkerSide(arena, settings, transport=LocalTransport(fabric), name=name)
         has_mail = told == "at once"
         endpoint = hands.endpoint

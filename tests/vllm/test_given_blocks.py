@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kvstow.adapters.vllm.cache.pages import retention_of
+from kvstow.adapters.vllm.engine import stop_one_token_short
 from kvstow.adapters.vllm.protocol import blocks_with_tokens
+from kvstow.adapters.vllm.scheduler.holds import BlockHolds
 from kvstow.plan.retention import first_seen_block, first_seen_token
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -111,12 +113,10 @@ def test_prefill_that_stops_one_token_short_has_all_that_decode_is_given(kind: s
 
 
 def test_a_request_of_vllms_is_shortened_and_stays_whole():
-    from kvstow.adapters.vllm.connector import _stop_one_token_short  # pyright: ignore
-
     request = Cache("window 8").request(12)
     request.kv_transfer_params = {"do_remote_decode": True}
     for _ in ("queued", "queued again after it was preempted"):
-        _stop_one_token_short(request)
+        stop_one_token_short(request)
     assert (request.num_tokens, request.num_prompt_tokens, request.max_tokens) == (11, 11, 1)
     assert list(request.all_token_ids) == request.prompt_token_ids == list(range(11))
 
@@ -140,3 +140,52 @@ def test_a_load_of_the_whole_prompt_leaves_the_last_token_without_its_chunk():
     prompt, and computes it in a chunk whose blocks it has not given."""
     assert Cache("chunk 8").given(8, 8) == [0, 0]
     assert all(Cache("chunk 8").given(8, 7))
+
+
+# ── blocks that are filled before a request is planned ────────────────────────────────────
+
+
+def plain_cache():
+    """vLLM's manager of a model whose layers are all full, and what makes requests for it."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    made = Cache("window 8")  # whose requests have the same hashes
+    full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    config = KVCacheConfig(
+        num_blocks=20, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["f"], full)]
+    )
+    manager = KVCacheManager(
+        config, max_model_len=256, scheduler_block_size=BLOCK, hash_block_size=BLOCK
+    )
+    return manager, made.request
+
+
+def test_vllm_finds_blocks_that_were_filled_before_it_has_planned_a_request():
+    manager, made = plain_cache()
+    pool, request = BlockHolds(manager.block_pool), made(18)
+    free = pool.num_free
+    assert pool.cached(request.block_hashes, 4) == []
+    taken = pool.take(4)
+    assert (pool.num_free, len(set(taken))) == (free - 4, 4)
+    pool.enter(request, taken, 0, BLOCK)
+    pool.release(taken[::-1])
+    assert pool.num_free == free
+    blocks, num_found, *_ = manager.get_computed_blocks(request)
+    assert [block.block_id for block in blocks.blocks[0]] == taken
+    assert num_found == 4 * BLOCK
+    longer = made(30)
+    assert pool.cached(longer.block_hashes, 7) == taken
+    more = pool.take(3)
+    pool.enter(longer, [*taken, *more], 4, BLOCK)
+    assert pool.cached(longer.block_hashes, 7) == [*taken, *more]
+
+
+def test_a_prompts_end_is_given_away_before_its_beginning():
+    manager, made = plain_cache()
+    pool, request = BlockHolds(manager.block_pool), made(18)
+    taken = pool.take(4)
+    pool.enter(request, taken, 0, BLOCK)
+    pool.release(taken[::-1])
+    pool.take(pool.num_free - 2)
+    assert pool.cached(request.block_hashes, 4) == taken[:2]

@@ -381,9 +381,9 @@ class Agent:
         """Whether what a ticket names is memory of ours by now, so that to pull it is to copy it
         here; from any thread."""
         peer = self.peers.at(ticket.address, ticket.key)
-        is_met = peer.state == "ready" and peer.card is not None
-        is_mapped = is_met and peer.mapped is not None and peer.card.start == ticket.start
-        return is_mapped and self.options.direction is None
+        if self.options.direction is not None or peer.state != "ready" or peer.card is None:
+            return False
+        return peer.mapped is not None and peer.card.start == ticket.start
 
     def keep(self, ticket: Ticket) -> None:
         """Keep a ticket's lease alive until it is pulled or dropped."""

@@ -7,6 +7,7 @@
 connector   vLLM's questions and orders, handed to our two sides
 options     what an operator may set in `kv_connector_extra_config`
 protocol    what scheduler, workers and other instances tell each other
+mail        datagrams between scheduler and workers, for what cannot wait for a step
 identity    which computation fills the cache: checkpoint, settings, names of weights, adapters
 cache/      vLLM's own cache: its layout, its pages, which computation fills it
 scheduler/  one per engine: which request hands over, takes over, is stored or comes back

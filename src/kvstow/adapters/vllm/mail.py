@@ -46,6 +46,9 @@ class MailAddress:
         return False
 
 
+NOWHERE = MailAddress()
+
+
 class Inbox:
     """An inbox of this process."""
 

@@ -61,8 +61,8 @@ class ConnectorOptions:
     directory `journal_path`, or in `disk_path` where that is empty. `direction` forces one of the
     ways in which rows are pulled; empty leaves it to the agent. With `mapped`, engines of one node
     and user map each other's cache; an arriving request then waits up to `early_seconds` for its
-    tokens, and is planned when they are here. 0: they are loaded beside the steps. Where `listen` or `lend` name a port, it is the first rank's,
-    and those of the others count up from it.
+    tokens, and is planned when they are here. 0: they are loaded beside the steps. Where `listen`
+    or `lend` name a port, it is the first rank's, and those of the others count up from it.
 
     `lend` is an address at which other engines may ask for rows in host memory. `peers` are those
     that this one asks, as `transfer.discovery` spells them, where at least `peers_tokens` tokens
@@ -84,7 +84,7 @@ class ConnectorOptions:
     digest: DigestPolicy = "sample"
     direction: Way | Literal[""] = ""
     mapped: bool = True
-    early_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.005
+    early_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.01
     host_bytes: Count = 0
     host_shared: str = ""
     disk_path: str = ""

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvstow.adapters.vllm.engine import Request
 from kvstow.adapters.vllm.identity import AdapterNames
-from kvstow.adapters.vllm.mail import MailAddress
+from kvstow.adapters.vllm.mail import NOWHERE, MailAddress
 from kvstow.errors import TransferError
 from kvstow.offload.watch import TierChange
 from kvstow.route.blocks import Blocks
@@ -71,7 +71,7 @@ class WorkerEndpoint:
     key: str
     fingerprint: str
     ticket_key: bytes = field(default=b"", repr=False)
-    inbox: MailAddress = MailAddress()
+    inbox: MailAddress = NOWHERE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

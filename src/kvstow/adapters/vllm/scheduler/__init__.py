@@ -3,6 +3,7 @@
 side        one engine's requests, step by step, with its sources of prefixes
 source      the verbs of a source; what is ordered for the next step
 handovers   tickets that came with requests: checked, kept alive, pulled with, given back
+early       pulls that are over before the engine plans their request
 offers      tickets for requests that have ended
 recall      which beginnings of requests come back, which blocks are stored
 peers       which requests ask other engines, and what an answer brings

@@ -1,7 +1,7 @@
 """Tickets that came with requests: checked, kept alive, pulled with, or given back.
 
-What is pulled before the engine plans a request is `early`'s; everything else is ordered when it has
-given blocks.
+What is pulled before the engine plans a request is in `early`; everything else is ordered when it
+has given blocks.
 
 Several requests carry the same tickets where a call asks for several answers (`n`), and a ticket is
 read once: the first request pulls, and the others find its blocks in the engine's own cache.
@@ -231,7 +231,8 @@ class Handovers(PrefixSource):
         will not be pulled are dropped, unless another request has the same."""
         self._early.planned(id)
         if id in self._early_ones:  # it was dropped; others may wait for what comes
-            return self._early_ones.discard(id)
+            self._early_ones.discard(id)
+            return
         used = self._pulling.pop(id, None)
         if used is not None:
             self._use_up(used)

@@ -208,7 +208,9 @@ class SchedulerSide:
     @property
     def waits_for_step(self) -> bool:
         """Whether held blocks wait for another step, though no request does."""
-        return len(self.held) + len(self.early) > 0 or (self.recall is not None and len(self.recall.stores) > 0)
+        return len(self.held) + len(self.early) > 0 or (
+            self.recall is not None and len(self.recall.stores) > 0
+        )
 
     def take_counts(self) -> dict[str, Any]:
         """What was counted since the last call."""
