@@ -91,6 +91,7 @@ CPU_ROWS = Path(__file__).parents[1] / "tests" / "vllm" / "cpu_rows"
 """A plugin of vLLM's: rows on CPUs."""
 
 ON_CPU = {
+    "KVSTOW_SHARED_ROWS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",

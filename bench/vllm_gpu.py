@@ -109,8 +109,10 @@ def handed_over(prefill: Remote, decode: Remote, settings: Settings, *, name: st
         jobs = prefilled(
             prefill, [settings.prompts(settings.burst_tokens + 1) for _ in range(settings.burst)]
         )
+        before = decode.counts()
         out = decode.run([{**job, "max_tokens": 1} for job in jobs], many)
         figures = spread([job["first"] for job in out["jobs"]])
+        figures |= counted(before, decode.counts())
         figures["requests_per_s"] = round(len(jobs) / out["seconds"], 2)
         result["in_flight"][str(many)] = figures
     return result
@@ -121,9 +123,11 @@ def alone(decode: Remote, settings: Settings) -> dict[str, Any]:
     result: dict[str, Any] = {"computed": {}, "cached": {}, "cached_in_flight": {}}
     for length in settings.lengths:
         computed, cached = [], []
+        job: dict[str, Any] = {}
         for _ in range(settings.repeats):
-            job = {"prompt": settings.prompts(length + 1), "max_tokens": 1}
-            computed.append(decode.first(job)["first"])
+            if not job or not settings.brief:
+                job = {"prompt": settings.prompts(length + 1), "max_tokens": 1}
+                computed.append(decode.first(job)["first"])
             time.sleep(0.1)  # as long as another engine takes to prefill, in the other figures
             cached.append(decode.first(job)["first"])
         result["computed"][str(length)] = spread(computed)
@@ -155,14 +159,15 @@ def wrong_cache_changes_text(prefill: Remote, decode: Remote, settings: Settings
 def measure_handover(engines: list[Remote], *, name: str, settings: Settings, save: Save) -> None:
     """All figures of one connector, with the engines' own beside kvstow's."""
     result: dict[str, Any] = {}
-    copier = Copier() if name == "kvstow" and not settings.options.cpu else None
+    is_measured = name == "kvstow" and not settings.options.cpu and not settings.brief
+    copier = Copier() if is_measured else None
     try:
         begun(engines)
         use(engines, settings.prompts, settings.used)
         prefill, decode = engines
         result |= handed_over(prefill, decode, settings, name=name)
         save(name, result)
-        if name != "NixlConnector":  # 16 of its hand-overs take a minute
+        if name != "NixlConnector" and not settings.brief:  # 16 of its hand-overs take a minute
             result["others"] = others_slowed(prefill, decode, settings, copier)
         if name == "kvstow":
             changes = wrong_cache_changes_text(prefill, decode, settings)
@@ -213,6 +218,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=tuple(HANDOVER), default=list(HANDOVER))
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
     parser.add_argument("--quick", action="store_true", help="few lengths, few repeats")
+    parser.add_argument("--brief", action="store_true", help="hand-overs and cached prompts alone")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--try", dest="cpu", action="store_true", help="tiny models, on a CPU")
     chosen = parser.parse_args()
@@ -295,10 +301,14 @@ def settings_of(chosen: argparse.Namespace, config: dict[str, Any]) -> Settings:
     if chosen.quick:
         made = replace(made, lengths=(2048, 8192, 16384), repeats=3, in_flight=(1, 16), burst=16)
         made = replace(made, rounds=1, used=2500)
+    if chosen.brief:
+        made = replace(made, lengths=(64, 2048, 8192, 16384, 32000), in_flight=(1, 16))
+        made = replace(made, used=2500, brief=True)
     if chosen.cpu:
         small = EngineOptions(memory_bytes=32 << 20, max_tokens=1024, cpu=True)
         made = Settings(small, made.prompts, (64, 700), (64,), 2, 1, (1, 4), 4, 200, 20, 300)
         made = replace(made, failing=700, filling=20, tier_bytes=8 << 20, unequal=(64, 700))
+        made = replace(made, brief=chosen.brief)
     if "sliding_window" in config:  # its steps take nearly three times as long
         made = replace(made, windows=True, rounds=min(made.rounds, 2))
     return made

@@ -32,6 +32,7 @@ class Settings:
     filling: int = 11
     tier_bytes: int = 1 << 30
     windows: bool = False
+    brief: bool = False
 
 
 Save = Callable[[str, dict[str, Any]], None]
@@ -82,14 +83,21 @@ def begun(engines: list[Remote]) -> None:
         engine.ready()
 
 
-def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What kvstow's own counters say of the pulls between: milliseconds and descriptors each."""
+def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    """What kvstow's own counters say of the pulls between: milliseconds and descriptors each, which
+    way they went, and whether they were over before their request was planned."""
     grown = {what: after[what] - before.get(what, 0.0) for what in after}
     pulls = grown.get("pulls accepted", 0)
     if not pulls:
         return {}
+    ways = {
+        what.removeprefix("pull_paths ").replace("early_pulls", "early,"): int(count)
+        for what, count in grown.items()
+        if count and what.startswith(("pull_paths", "early_pulls"))
+    }
     return {
         "agent_ms": round(1000 * grown["pull_seconds"] / pulls, 1),
         "descriptors": grown["pull_descriptors"] / pulls,
         "megabytes": round(grown["pulled_bytes"] / pulls / 1e6, 1),
+        "ways": ways,
     }
