@@ -33,6 +33,9 @@ from kvstow.adapters.vllm.scheduler.holds import BlockHolds
 SPARE = 16
 """A part in so many of the pool stays free of early pulls."""
 
+MOST_TOKENS = 64
+"""Of longer blocks a part, which is computed, may take longer than a load beside the steps."""
+
 Begin = Literal["begun", "needless", "beside steps"]
 """A pull has begun; all that could be pulled is here; it is for the steps to load."""
 
@@ -58,7 +61,7 @@ class EarlyPulls:
     def __init__(self, *, block_tokens: int, seconds: float, counts: EngineCounts) -> None:
         self.pool: BlockHolds | None = None
         self._block_tokens = block_tokens
-        self._seconds = seconds
+        self._seconds = seconds if block_tokens <= MOST_TOKENS else 0.0
         self._counts = counts
         self._workers: Sequence[WorkerEndpoint] = ()
         self._inbox = Inbox()
