@@ -61,9 +61,12 @@ def _triton() -> str:
     return triton.__version__
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """What every script takes: where to write, and how often to repeat."""
+def arguments(
+    description: str, more: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+) -> argparse.Namespace:
+    """What every script takes: where to write, and how often to repeat; `more` adds options."""
     parser = argparse.ArgumentParser(description=description)
+    more(parser)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--bytes", type=int, default=1 << 30, help="bytes moved per repeat")
