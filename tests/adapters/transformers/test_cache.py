@@ -22,8 +22,8 @@ from kvstow.adapters.transformers import (
     cache_layers,
     cache_name,
 )
-from kvstow.adapters.transformers.batch.rows import one_stride
-from kvstow.adapters.transformers.model.inspect import kept_layers, twin_cache
+from kvstow.adapters.transformers.inspect import kept_layers, twin_cache
+from kvstow.adapters.transformers.rows import one_stride
 from kvstow.errors import BlockError, ModelError
 from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, State, Window

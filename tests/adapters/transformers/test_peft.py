@@ -72,7 +72,8 @@ def weaker(model):
 def trained(model):
     for name, parameter in model.named_parameters():
         if "lora_B.one" in name:
-            parameter.data += 0.01
+            with torch.no_grad():
+                parameter += 0.01
 
 
 CHANGES = [two, both, none, merged, weaker, trained]

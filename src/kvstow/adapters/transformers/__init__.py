@@ -5,17 +5,20 @@
 
 cache       `Cache`, what `generate` is given
 layers      its layers, one class per kind of layer: what transformers asks of each
+sequences   the sequences behind it: requests of the ledger, and passes over them
+tokens      their tokens: as prompts, and as far as they are known
+rows        where their tokens lie, and their recurrent states
 memory      `ModelMemory`: a layout, its arena and its ledger, for one cache or many
-batch/      the sequences behind one cache: their tokens, requests and rows
-model/      the model that fills it: what it keeps, its identity, its passes
+inspect     what a model keeps, found by letting a twin of it keep a few tokens
+identity    which computation fills its cache: weights, configuration, mode, adapters
+passes      passes of a model, and models whose rows serve no other prompt
 prefixes    beginnings of prompts, loaded from a store and saved to it
 attention   attention that reads rows in place
-lightning   MiniMax, which insists on a cache class of its own
 """
 
 from kvstow.adapters.transformers.cache import Cache
+from kvstow.adapters.transformers.identity import model_identity
+from kvstow.adapters.transformers.inspect import cache_layers, cache_name
 from kvstow.adapters.transformers.memory import ModelMemory
-from kvstow.adapters.transformers.model.identity import model_identity
-from kvstow.adapters.transformers.model.inspect import cache_layers, cache_name
 
 __all__ = ["Cache", "ModelMemory", "cache_layers", "cache_name", "model_identity"]

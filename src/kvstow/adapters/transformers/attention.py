@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvstow.adapters.transformers.batch.rows import BatchTable
+from kvstow.adapters.transformers.rows import BatchTable
 from kvstow.errors import ModelError
 
 IN_PLACE = "kvstow_rows"

@@ -3,6 +3,7 @@
 """A transformers `Cache` whose every byte lies in kvstow rows."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache as once
 from typing import Any, Self
 
 import torch
@@ -10,25 +11,17 @@ from transformers import Cache as TransformersCache
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from kvstow.adapters.transformers.batch.prompts import naming_fault, prompts_of
-from kvstow.adapters.transformers.batch.sequences import Sequences
-from kvstow.adapters.transformers.layers import (
-    CompressedLayer,
-    EmptyLayer,
-    IndexedRowsLayer,
-    RowsLayer,
-    StateAndRowsLayer,
-    StateLayer,
-)
+from kvstow.adapters.transformers.inspect import cache_name, own_cache
+from kvstow.adapters.transformers.layers import layer_of
 from kvstow.adapters.transformers.memory import ModelMemory
-from kvstow.adapters.transformers.model.inspect import cache_name, own_cache
-from kvstow.adapters.transformers.model.passes import eager
+from kvstow.adapters.transformers.passes import eager
 from kvstow.adapters.transformers.prefixes import PrefixStore
+from kvstow.adapters.transformers.sequences import Sequences
+from kvstow.adapters.transformers.tokens import naming_fault, prompts_of
 from kvstow.errors import ModelError
 from kvstow.offload.store import Store
 from kvstow.plan.layout import Order
 from kvstow.plan.retention import State, Window
-from kvstow.plan.spec import LayerSpec
 from kvstow.route.blocks import Blocks
 
 
@@ -60,18 +53,14 @@ class Cache(TransformersCache):
     """
 
     def __new__(cls, model: PreTrainedModel | ModelMemory, **_: Any) -> "Cache":
-        """Of the model's own class as well, where it takes no other."""
+        """Of MiniMax's own class as well: it takes no other."""
         if isinstance(model, str):
             raise TypeError(
                 f"Cache needs a loaded model, not the name {model!r}\n\n"
                 "hint: AutoModelForCausalLM.from_pretrained(name)"
             )
         kind = model.own_cache if isinstance(model, ModelMemory) else own_cache(model)
-        if kind == "MiniMaxCache":
-            from kvstow.adapters.transformers.lightning import LightningCache
-
-            return object.__new__(LightningCache)
-        return object.__new__(cls)
+        return object.__new__(lightning_cache() if kind == "MiniMaxCache" else cls)
 
     def __init__(  # pyright: ignore[reportInconsistentConstructor]
         self,
@@ -116,8 +105,8 @@ class Cache(TransformersCache):
         )
         if tokens is not None:
             self._admit(held, tokens, attention_mask, extra)
-        self._found_tokens = self.batch.hit_tokens if tokens is not None else 0
-        layers = [_layer(self.batch, i) for i in range(held.num_layers)]
+        self._found_tokens = self.batch.num_tokens if tokens is not None else 0
+        layers = [layer_of(self.batch, i) for i in range(held.num_layers)]
         TransformersCache.__init__(self, layers=layers)
 
     def _admit(
@@ -171,7 +160,6 @@ class Cache(TransformersCache):
     @property
     def num_tokens(self) -> int:
         """Tokens of every sequence, padding included."""
-        self.batch.count()
         return self.batch.num_tokens
 
     @eager
@@ -181,13 +169,28 @@ class Cache(TransformersCache):
             return TransformersCache.get_seq_length(self, layer_idx)
         return self.num_tokens
 
+    @eager
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A state of a layer, as it lies in the rows; None before the first tokens."""
+        return self._state(layer_idx, "conv", state_idx)
+
+    @eager
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A state of a layer, as it lies in the rows; None before the first tokens."""
+        return self._state(layer_idx, "recurrent", state_idx)
+
+    def _state(self, layer_idx: int, kind: str, state_idx: int) -> torch.Tensor | None:
+        layer: Any = self.layers[layer_idx]
+        if not layer.has_previous_state[state_idx]:
+            return None
+        return self.batch.state(layer.state_name, f"{kind}{state_idx}")
+
     def blocks(self, sequence: int) -> dict[int, Blocks]:
         """The blocks of one sequence by group, with everything written into them.
 
         Refused where the model is not what it was when the memory was made.
         """
-        passes = self.memory.passes
-        if passes is not None and (change := passes.change()):
+        if change := self.memory.passes.change():
             raise ModelError(
                 f"{change}: its rows would be taken for what it computes now\n\n"
                 "hint: make another ModelMemory after such a change"
@@ -225,7 +228,7 @@ class Cache(TransformersCache):
                 f"crop({tokens_to_remove}) would remove a positive number of tokens\n\n"
                 f"hint: crop(-{tokens_to_remove}) takes back the last {tokens_to_remove}"
             )
-        self.batch.crop(max(0, self.num_tokens + tokens_to_remove))
+        self.batch.crop(-tokens_to_remove)
 
     @property
     def is_croppable(self) -> bool:
@@ -253,37 +256,24 @@ class Cache(TransformersCache):
         self.close()
 
 
-def _layer(batch: Sequences, index: int) -> Any:
-    """The layer object for one of the model's layers, by what it keeps."""
-    name = f"layers.{index}"
-    layers = batch.memory.layout.layers
-    attention = layers[name][1] if name in layers else None
-    state = layers[f"{name}.state"][1] if f"{name}.state" in layers else None
-    entries = layers[f"{name}.compressor"][1] if f"{name}.compressor" in layers else None
-    match attention, state:
-        case LayerSpec(), LayerSpec() if entries is not None:
-            rate = entries.tokens_per_state
-            return CompressedLayer(batch, name, _window(batch, attention), rate)
-        case None, None:
-            return EmptyLayer()
-        case None, LayerSpec():
-            return StateLayer(batch, name, _num_states(state))
-        case LayerSpec(), LayerSpec():
-            return StateAndRowsLayer(batch, name, _window(batch, attention), _num_states(state))
-        case LayerSpec(), None if f"{name}.indexer" in layers:
-            return IndexedRowsLayer(batch, name, None)
-        case _:
-            assert attention is not None
-            return RowsLayer(batch, name, _window(batch, attention))
+@once
+def lightning_cache() -> type[Cache]:
+    """The class for MiniMax: keys and values of some layers, the state of lightning attention of
+    the others."""
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
+    class LightningCache(Cache, MiniMaxCache):
+        def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+            """The state of a layer; None before the first tokens."""
+            return self.get_recurrent_state(layer_idx)
 
-def _num_states(spec: LayerSpec) -> int:
-    kinds = ("conv", "recurrent")
-    return max(sum(field.name.startswith(kind) for field in spec.fields) for kind in kinds)
+        def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+            """Replace the state of a layer."""
+            layer: Any = self.layers[layer_idx]
+            layer.update_recurrent_state(linear_cache)
+            layer.has_previous_state[0] = True
 
+        def __len__(self) -> int:
+            return TransformersCache.__len__(self)
 
-def _window(batch: Sequences, spec: LayerSpec) -> int | None:
-    """How far back a token of the layer sees: less than is kept where tokens may be taken back."""
-    if not isinstance(spec.retention, Window):
-        return None
-    return spec.retention.tokens - batch.memory.rollback_tokens
+    return LightningCache

@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstow.adapters.transformers.attention import attend_in_place
-from kvstow.adapters.transformers.model.identity import model_identity
-from kvstow.adapters.transformers.model.inspect import Rank, kept_layers, twin_cache
-from kvstow.adapters.transformers.model.passes import ModelPasses
-from kvstow.adapters.transformers.model.reuse import (
+from kvstow.adapters.transformers.identity import model_identity
+from kvstow.adapters.transformers.inspect import Rank, kept_layers, twin_cache
+from kvstow.adapters.transformers.passes import (
+    ModelPasses,
     padding_token,
     placeholder_tokens,
     why_not_reused,
@@ -37,10 +37,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ModelMemory:
-    """Rows for a model's caches. Made by `ModelMemory.of`, or from parts made elsewhere."""
+    """Rows for a model's caches, made by `ModelMemory.of`."""
 
     arena: Arena
     ledger: Ledger
+    passes: ModelPasses
+    """Tells the sequences behind a cache of the model's passes."""
     num_layers: int
     """Layers of the model, those that keep nothing included."""
     own_cache: str = "DynamicCache"
@@ -53,9 +55,6 @@ class ModelMemory:
     """Tokens that stand for an image, a clip or a sound: their ids do not tell which."""
     padding_token: int | None = None
     """The token that `generate` takes for padding, where nobody gives it a mask."""
-    passes: ModelPasses | None = None
-    """Compares what the model is given with the tokens that are known; None where no model is
-    known, or no prefix is found."""
     on_close: Callable[[], None] | None = None
     """Gives the model its own attention back."""
 
@@ -95,10 +94,10 @@ class ModelMemory:
         site = Site(model=computation.model, order=order, tp=tp)
         layout = packed(groups, budget=parse_size(budget), site=site).identified(computation)
         arena = Arena(layout, device=model.device)
-        caching = _finds_prefixes(groups, model, is_vouched=identity is not None)
         return cls(
             arena=arena,
-            ledger=Ledger(Pool(layout), caching=caching),
+            ledger=Ledger(Pool(layout), caching=_finds_prefixes(groups, model, identity)),
+            passes=ModelPasses(model),
             num_layers=len(cache),
             own_cache=type(cache).__name__,
             rollback_tokens=rollback_tokens,
@@ -106,7 +105,6 @@ class ModelMemory:
             placeholder_tokens=placeholder_tokens(model),
             padding_token=padding_token(model),
             on_close=attend_in_place(model) if in_place else None,
-            passes=ModelPasses(model) if caching else None,
         )
 
     @property
@@ -143,8 +141,7 @@ class ModelMemory:
     def close(self) -> None:
         """Let go of the arena; a model that has read it in place has its own attention again."""
         self.arena.close()
-        if self.passes is not None:
-            self.passes.close()
+        self.passes.close()
         if self.on_close is not None:
             self.on_close()
 
@@ -155,10 +152,12 @@ class ModelMemory:
         self.close()
 
 
-def _finds_prefixes(groups: Sequence[Group], model: PreTrainedModel, *, is_vouched: bool) -> bool:
+def _finds_prefixes(
+    groups: Sequence[Group], model: PreTrainedModel, identity: Identity | None
+) -> bool:
     """Whether what the model keeps of a prompt serves another prompt that begins alike."""
     has_states = any(isinstance(group.retention, State) for group in groups)
-    reason = why_not_reused(model, has_states=has_states, is_vouched=is_vouched)
+    reason = why_not_reused(model, has_states=has_states, is_vouched=identity is not None)
     if reason:
         log.warning("%s is computed and not reused: %s", type(model).__name__, reason)
     return not reason

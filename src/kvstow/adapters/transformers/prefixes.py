@@ -15,7 +15,7 @@ from kvstow.errors import StoreError
 from kvstow.offload.keys import PromptRows, block_keys, links
 from kvstow.offload.rows import matching_group
 from kvstow.offload.store import Store
-from kvstow.plan.retention import Bools, State, longest_prefix
+from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks
 
 log = logging.getLogger(__name__)
@@ -37,20 +37,10 @@ class PrefixStore:
         At most all tokens but the last, which is computed anew.
         """
         try:
-            return self._stored_tokens(prompt)
+            return self._store.stored_tokens(prompt, most=len(prompt) - 1)
         except StoreError as error:
             log.warning("a prompt of %d tokens was not looked for: %s", len(prompt), error)
             return 0
-
-    def _stored_tokens(self, prompt: Prompt) -> int:
-        self._store.expect(prompt, self._identity)
-        groups = self._memory.ledger.groups
-
-        def holds(g: int, num_blocks: int) -> Bools:
-            keys = block_keys(self._identity, prompt, groups[g].block_tokens)[:num_blocks]
-            return self._store.contains(self._groups[g], keys)
-
-        return longest_prefix(enumerate(groups), len(prompt) - 1, holds)
 
     def load(self, prompt: Prompt, request: int, start_token: int, num_tokens: int) -> bool:
         """Bring tokens `[start_token, num_tokens)` into the request's rows; whether all came."""
@@ -58,13 +48,11 @@ class PrefixStore:
         rows = PromptRows(self._memory.layout, self._identity, prompt)
         for g, keyed in rows.seen(num_tokens).items():
             group = self._memory.ledger.groups[g]
-            if isinstance(group.retention, State):
-                keys, ids = list(keyed.keys), held[g].ids
-            else:
-                missing = keyed.index >= start_token // group.block_tokens
-                keys = [key for key, lacks in zip(keyed.keys, missing, strict=True) if lacks]
-                at = np.searchsorted(held[g].index, keyed.index[missing])
-                ids = held[g].ids[at]
+            missing = keyed.index >= start_token // group.block_tokens
+            keys = [key for key, lacks in zip(keyed.keys, missing, strict=True) if lacks]
+            ids = held[g].ids
+            if not isinstance(group.retention, State):
+                ids = ids[np.searchsorted(held[g].index, keyed.index[missing])]
             try:
                 if not self._store.load_rows(self._memory.arena, g, keys, ids).all():
                     return False

@@ -89,12 +89,10 @@ def test_tokens_behind_some_that_nobody_named_are_not_found(model, memory):
 
 
 def test_an_answer_of_a_model_that_has_changed_is_not_found(model, memory):
-    weight = model.model.layers[2].self_attn.v_proj.weight.data
-    before = weight.clone()
     with Cache(memory, tokens=IDS) as cache, torch.no_grad():
         model(IDS, past_key_values=cache)
-        weight += 0.1
+        model.train()
         model(IDS, past_key_values=cache)
-    weight.copy_(before)
+        model.eval()
     with Cache(memory, tokens=IDS.repeat(1, 3)) as cache:
         assert cache.found_tokens == 20

@@ -8,7 +8,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvstow.adapters.transformers import Cache, ModelMemory
-from kvstow.adapters.transformers.model.reuse import why_not_reused
+from kvstow.adapters.transformers.passes import why_not_reused
 from kvstow.testing.tiny_models import tiny_model
 
 IDS = torch.arange(20, 40).unsqueeze(0)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvstow.adapters.transformers import model_identity
-from kvstow.adapters.transformers.model.identity import CHUNK_BYTES, tensor_digest
+from kvstow.adapters.transformers.identity import CHUNK_BYTES, tensor_digest
 from kvstow.testing.tiny_models import tiny_model
 
 

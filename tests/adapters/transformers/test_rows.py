@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstow.adapters.transformers.batch.rows import BatchTable, gathered, one_stride, write
+from kvstow.adapters.transformers.rows import BatchTable, one_stride
 
 NUM_BLOCKS = 31
 
@@ -18,14 +18,14 @@ def test_tokens_come_back_in_order_and_nothing_else_is_touched(heads, block_toke
     pool = torch.full((NUM_BLOCKS, heads, block_tokens, content), float("nan"))
     blocks = -(-(start + tokens) // block_tokens)
     ids = torch.from_numpy(np.random.default_rng(0).permutation(NUM_BLOCKS)[: 2 * blocks])
-    table = BatchTable(ids.view(2, blocks), 0, block_tokens)
+    table = BatchTable(ids.view(2, blocks), 0, block_tokens, {})
     states = torch.arange(2 * heads * (start + tokens) * content, dtype=torch.float32)
     states = states.view(2, heads, start + tokens, content)
     if start:
-        write(pool, table, states[:, :, :start], 0)
-    write(pool, table, states[:, :, start:], start)
+        table.write(pool, states[:, :, :start], 0)
+    table.write(pool, states[:, :, start:], start)
     for low in range(start + tokens):
-        found = gathered(pool, table, low, start + tokens)
+        found = table.gathered(pool, low, start + tokens)
         assert found.is_contiguous()
         assert torch.equal(found, states[:, :, low:])
     expected = torch.full_like(pool, float("nan"))
@@ -39,10 +39,10 @@ def test_tokens_come_back_in_order_and_nothing_else_is_touched(heads, block_toke
 
 def test_a_table_may_begin_later_than_the_sequence():
     pool = torch.zeros((6, 1, 2, 1))
-    table = BatchTable(torch.tensor([[5, 2]]), 3, 2)  # blocks 3 and 4: tokens 6 to 9
-    write(pool, table, torch.tensor([[[[7.0], [8.0], [9.0]]]]), 7)
+    table = BatchTable(torch.tensor([[5, 2]]), 3, 2, {})  # blocks 3 and 4: tokens 6 to 9
+    table.write(pool, torch.tensor([[[[7.0], [8.0], [9.0]]]]), 7)
     assert pool[:, 0, :, 0].tolist() == [[0, 0], [0, 0], [8, 9], [0, 0], [0, 0], [0, 7]]
-    assert gathered(pool, table, 7, 10).flatten().tolist() == [7, 8, 9]
+    assert table.gathered(pool, 7, 10).flatten().tolist() == [7, 8, 9]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 import kvstow
 from kvstow.adapters.transformers import ModelMemory
-from kvstow.adapters.transformers.batch.prompts import naming_fault, padding_of, prompts_of
-from kvstow.adapters.transformers.model.reuse import padding_token, placeholder_tokens
+from kvstow.adapters.transformers.passes import padding_token, placeholder_tokens
+from kvstow.adapters.transformers.tokens import naming_fault, padding_of, prompts_of
 from kvstow.errors import BlockError
 from kvstow.testing.tiny_models import tiny_model
 from kvstow.transformers import Cache

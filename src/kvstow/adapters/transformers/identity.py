@@ -44,7 +44,7 @@ def model_identity(model: PreTrainedModel, *, name: str = "") -> Identity:
         },
         _tensors(whole),
         kv_dtype=str(whole.dtype).removeprefix("torch."),
-        adapter=active_adapters(whole),
+        adapter=adapters_in_use(whole),
     )
 
 
@@ -109,13 +109,14 @@ def tensor_digest(tensor: Tensor) -> bytes:
 # ── adapters ──────────────────────────────────────────────────────────────────────────
 
 
-def active_adapters(model: PreTrainedModel) -> str:
+def adapters_in_use(model: PreTrainedModel) -> str:
     """The adapters that the model computes with; the tensors of all are there at any time."""
     used: set[str] = set()
     how: list[tuple[str, dict[str, Any]]] = []
     for name, layer in tuned_layers(model):
         if not getattr(layer, "disable_adapters", False):
-            strength = adapter_strengths(layer)
+            scaling: dict[str, Any] = getattr(layer, "scaling", {})
+            strength = {each: scaling.get(each) for each in sorted(layer.active_adapters)}
             used.update(strength)
             how.append((name, strength))
     if not used:
@@ -123,14 +124,8 @@ def active_adapters(model: PreTrainedModel) -> str:
     return f"{'+'.join(sorted(used))}:{blake2b(repr(how).encode(), digest_size=16).hexdigest()}"
 
 
-def tuned_layers(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module]]:
+def tuned_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """Layers that PEFT has put adapters into, by name."""
     for name, module in model.named_modules():
         if isinstance(getattr(module, "active_adapters", None), list):
             yield name, module
-
-
-def adapter_strengths(layer: Any) -> dict[str, Any]:
-    """The active adapters of a layer, and how strongly each counts."""
-    scaling: dict[str, Any] = getattr(layer, "scaling", {})
-    return {each: scaling.get(each) for each in sorted(layer.active_adapters)}
