@@ -63,7 +63,7 @@ def main():
     tokens = torch.tensor([asked.prompt])
     with torch.no_grad(), Store(host="4MiB", remote=asked.url) as store:
         cache = Cache(memory, store=store, tokens=tokens)
-        found = cache.batch.hit_tokens
+        found = cache.found_tokens
         answer = model.generate(
             tokens, past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False
         )

@@ -64,7 +64,7 @@ def answered(url, model, **options):
     tokens = torch.tensor([PROMPT])
     with torch.no_grad(), Store(host="4MiB", remote=url) as store, memory:
         cache = Cache(memory, store=store, tokens=tokens)
-        found = cache.batch.hit_tokens
+        found = cache.found_tokens
         answer = model.generate(tokens, past_key_values=cache, max_new_tokens=8, do_sample=False)
         cache.batch.release()
         assert store.flush(60)
