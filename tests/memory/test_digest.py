@@ -4,7 +4,6 @@ written out in Python integers over a dictionary of logical bytes."""
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstow.errors import BlockError, SpecError
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import counted_states, digest, shares
+from kvstow.memory.digest import DigestOf, _on_device, _parts, counted_states, digest, shares
 from kvstow.memory.digest_keys import without
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
@@ -178,10 +177,7 @@ def test_content_in_sections_has_the_number_that_it_has_in_cells(order):
 
 def kernel_digest(arena: Arena, blocks: dict[int, Blocks], num_tokens: int, **which: Any) -> int:
     """What the Triton kernel makes of host memory, in its interpreter."""
-    from kvstow.memory import digest as module
-
-    with patch.object(module, "_on_host", module._on_device):
-        return digest(arena, blocks, num_tokens, **which)
+    return _on_device(arena, [_parts(arena, DigestOf(blocks, num_tokens, **which))])()[0]
 
 
 @settings(max_examples=15)

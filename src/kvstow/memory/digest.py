@@ -8,9 +8,9 @@ the same content: words and keys are those of the whole model (`digest_keys`).
 `docs/concepts/digest.md` says what it detects, and how surely.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import gcd
 
@@ -115,17 +115,9 @@ def prepared(arena: Arena, digests: Sequence[DigestOf]) -> Callable[[], tuple[in
     on CUDA, in the stream that is current now, and not in two threads at once.
     """
     parts = [_parts(arena, what) for what in digests]
-    on_device = arena.device.type == "cuda"
-    if on_device and _are_few(part for each in parts for part in each):
-        return _few_on_device(arena, parts)
-    launch = _on_device if on_device else _on_host
-    sums = [[launch(arena, part) for part in each] for each in parts]
-
-    def take() -> tuple[int, ...]:
-        running = [[run() for run in each] for each in sums]  # all run before one is awaited
-        return tuple(sum(map(int, each)) % MODULUS for each in running)
-
-    return take
+    if arena.device.type == "cuda":
+        return _on_device(arena, parts)
+    return lambda: tuple(sum(_on_host(arena, p) for p in each) % MODULUS for each in parts)
 
 
 # ── what counts ───────────────────────────────────────────────────────────────────────────
@@ -150,11 +142,6 @@ class Part:
     block_stride: int
     head_stride: int
     token_stride: int
-
-    @property
-    def nbytes(self) -> int:
-        cells = len(self.offsets) * len(self.ids) * self.states
-        return cells * self.keys.table.size * self.keys.unit
 
     @property
     def unit(self) -> int:
@@ -290,11 +277,8 @@ CHUNK_BYTES = 512 << 10
 """Cells gathered at a time on the host: they stay in the second-level cache."""
 
 
-def _on_host(arena: Arena, part: Part) -> Callable[[], int]:
-    return partial(_host_sum, arena, part)
-
-
-def _host_sum(arena: Arena, part: Part) -> int:
+def _on_host(arena: Arena, part: Part) -> int:
+    """The sum over one part."""
     unit, ids = part.unit, part.ids
     table = part.keys.in_words(unit)
     states = part.logical[:, None] * part.states + np.arange(part.states)
@@ -325,45 +309,10 @@ def _host_sum(arena: Arena, part: Part) -> int:
 
 # ── on a device ───────────────────────────────────────────────────────────────────────────
 
-FEW_BYTES = 8 << 20
-"""A sample of a long prompt is shorter; one program for each cell would be slow for much more."""
 
-
-def _are_few(parts: Iterable[Part]) -> bool:
-    """Whether these are so few cells that they are best listed, each in a block of its own."""
-    parts = list(parts)
-    return all(part.states == 1 for part in parts) and sum(p.nbytes for p in parts) <= FEW_BYTES
-
-
-def _on_device(arena: Arena, part: Part) -> Callable[[], torch.Tensor]:
-    """The sum over one part; what is returned launches it."""
-    from kvstow.memory.kernels.digest import cell_sums
-
-    unit = part.unit
-    offsets, (n, m) = part.offsets // unit, (len(part.ids), len(part.offsets))
-    numbers = np.concatenate((part.ids, part.logical, offsets, part.seeds.view(np.int64)))
-    there = torch.as_tensor(numbers, device=arena.device)  # one copy for all
-    return cell_sums(
-        _in_words(arena, unit),
-        _device_keys(part.keys, unit, arena.device),
-        (there[:n], there[n : 2 * n]),
-        (there[2 * n : 2 * n + m], there[2 * n + m :]),
-        (part.block_stride // unit, part.head_stride // unit, part.token_stride // unit),
-        part.states,
-        part.interval,
-        aligned=unit == 4 and arena.address % 16 == 0 and part.are_multiples(16),
-    )
-
-
-def _few_on_device(
-    arena: Arena, digests: Sequence[Sequence[Part]]
-) -> Callable[[], tuple[int, ...]]:
-    """Several digests in one copy and one launch, of parts whose blocks hold one state each.
-
-    With `_on_device` every group of a model would have launches of its own, and a hybrid model has
-    many groups.
-    """
-    from kvstow.memory.kernels.digest import cells_summed
+def _on_device(arena: Arena, digests: Sequence[Sequence[Part]]) -> Callable[[], tuple[int, ...]]:
+    """Several digests in one copy and one launch; what is returned launches it."""
+    from kvstow.memory.kernels.sums import block_sums
 
     parts = [part for each in digests for part in each]
     if not parts:
@@ -371,14 +320,24 @@ def _few_on_device(
     unit = min(part.unit for part in parts)
     tables = [part.keys.in_words(unit) for part in parts]
     first_keys = accumulate((table.size for table in tables), initial=0)
-    listed = [_cells(*each, unit) for each in zip(parts, tables, first_keys, strict=False)]
-    cells = np.concatenate(listed, axis=1)
-    keys = np.concatenate([table.ravel() for table in tables]).view(np.int64)
-    there = torch.as_tensor(np.concatenate((cells.ravel(), keys)), device=arena.device)
-    launch = cells_summed(_in_words(arena, unit), there[cells.size :], there[: cells.size])
-    lengths = iter([each.shape[1] for each in listed])
-    ends = accumulate((sum(next(lengths) for _ in each) for each in digests), initial=0)
-    slices = [slice(*pair) for pair in pairwise(ends)]
+    numbers = [
+        _numbers(part, table.shape, first_key, unit)
+        for part, table, first_key in zip(parts, tables, first_keys, strict=False)
+    ]
+    entries = np.concatenate([_entries(part, i, unit) for i, part in enumerate(parts)], axis=1)
+    there = torch.as_tensor(np.concatenate((entries.ravel(), *numbers)), device=arena.device)
+    launch = block_sums(
+        arena.bytes[: arena.nbytes // unit * unit].view({1: torch.uint8, 4: torch.uint32}[unit]),
+        _device_keys(tuple(part.keys for part in parts), unit, arena.device),
+        there[: entries.size].view(entries.shape),
+        there[entries.size :],
+        tile=(max(part.states for part in parts), max(table.shape[1] for table in tables)),
+        aligned=unit == 4
+        and arena.address % 16 == 0
+        and all(part.are_multiples(16) for part in parts),
+    )
+    lengths = [sum(len(part.offsets) * len(part.ids) for part in each) for each in digests]
+    slices = [slice(*pair) for pair in pairwise(accumulate(lengths, initial=0))]
 
     def take() -> tuple[int, ...]:
         sums = launch().cpu().numpy().view(np.uint64)
@@ -387,29 +346,25 @@ def _few_on_device(
     return take
 
 
-def _cells(part: Part, table: Words, first_key: int, unit: int) -> Ints:
-    """Per cell of a part: where it starts, its state's key, where its words' keys start, and how
-    many words it has; layer by layer, head by head."""
-    heads, words = table.shape
-    heads_at: Ints = np.arange(heads, dtype=np.int64) * part.head_stride
-    bases = np.add.outer(part.offsets, heads_at)
-    starts = np.add.outer(bases, part.ids * part.block_stride)
-    factors = np.stack([state_keys(seed, part.logical) for seed in part.seeds])
-    cells = np.empty((4, len(part.offsets), heads, len(part.ids)), np.int64)
-    cells[0] = starts // unit
-    cells[1] = factors[:, None].view(np.int64)
-    cells[2] = first_key + (np.arange(heads) * words)[:, None]
-    cells[3] = words
-    return cells.reshape(4, -1)
+def _numbers(part: Part, keys: tuple[int, ...], first_key: int, unit: int) -> Ints:
+    """What the kernel knows of a part, in words."""
+    strides = part.head_stride // unit, part.token_stride // unit
+    return np.array([*part.interval, part.states, *keys, *strides, first_key], np.int64)
 
 
-@lru_cache(maxsize=64)
-def _device_keys(keys: CellKeys, unit: int, device: torch.device) -> torch.Tensor:
-    """Keys on a device, copied there once."""
-    return torch.as_tensor(keys.in_words(unit).view(np.int64), device=device)
+def _entries(part: Part, number: int, unit: int) -> Ints:
+    """What the kernel knows of each layer of each block of a part."""
+    starts = np.add.outer(part.offsets, part.ids * part.block_stride)
+    entries = np.empty((4, *starts.shape), np.int64)
+    entries[0] = starts // unit
+    entries[1] = part.seeds[:, None].view(np.int64)
+    entries[2] = part.logical * part.states
+    entries[3] = number
+    return entries.reshape(4, -1)
 
 
-def _in_words(arena: Arena, unit: int) -> torch.Tensor:
-    """The arena's bytes in words of this length."""
-    words = {1: torch.uint8, 4: torch.uint32}[unit]
-    return arena.bytes[: arena.nbytes // unit * unit].view(words)
+@lru_cache(maxsize=16)
+def _device_keys(keys: tuple[CellKeys, ...], unit: int, device: torch.device) -> torch.Tensor:
+    """Keys on a device, one part's after the other's, copied there once."""
+    tables = [each.in_words(unit).ravel() for each in keys]
+    return torch.as_tensor(np.concatenate(tables).view(np.int64), device=device)

@@ -1,8 +1,7 @@
 """Triton kernels, and the only package that imports triton.
 
 copy       many runs of bytes in one launch
-sums       a sum over each of many rows
-digest     the digest's sum over pages
+sums       sums over words: of digests, of rows
 attention  paged attention that reads keys and values where they lie
 
 Without a CUDA device they run in Triton's interpreter: set TRITON_INTERPRET=1 before the first
