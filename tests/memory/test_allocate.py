@@ -1,6 +1,8 @@
 """Memory for arenas: aligned, zeroed, unmapped at its end."""
 
+import ctypes
 import gc
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from kvstow.errors import ArenaError
-from kvstow.memory.allocate import HUGE_PAGE_BYTES
+from kvstow.memory.allocate import HUGE_PAGE_BYTES, node_of, prefer_node
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
@@ -97,3 +99,20 @@ def test_a_device_that_is_not_there_is_refused_with_its_name(device):
 def test_a_device_that_torch_does_not_know_is_refused():
     with pytest.raises(ArenaError, match="'gpu' is no device"):
         Arena(small(), device="gpu")
+
+
+def test_memory_near_a_device_is_preferred_there_and_no_other_node_is_an_error():
+    with Arena(small(), numa_node=9999) as arena:
+        assert not prefer_node(arena.address, arena.nbytes, 9999)
+    with Arena(small(), numa_node=0) as arena:
+        if not prefer_node(arena.address, arena.nbytes, 0):
+            pytest.skip("the system has no memory policies, or forbids them")
+        mode, address = ctypes.c_int(-1), ctypes.c_void_p(arena.address)
+        nodes, most, of_address = (ctypes.c_ulong * 16)(), ctypes.c_long(1024), ctypes.c_long(2)
+        get_mempolicy = ctypes.c_long({"x86_64": 239, "aarch64": 236}[platform.machine()])
+        libc = ctypes.CDLL(None)
+        assert (
+            libc.syscall(get_mempolicy, ctypes.byref(mode), nodes, most, address, of_address) == 0
+        )
+        assert (mode.value, nodes[0]) == (1, 1)
+    assert node_of(torch.device("cpu")) is None

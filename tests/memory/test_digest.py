@@ -1,6 +1,7 @@
 """One number for what blocks hold. The oracle is the definition in docs/concepts/digest.md,
 written out in Python integers over a dictionary of logical bytes."""
 
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
@@ -13,14 +14,14 @@ from hypothesis import strategies as st
 
 from kvstow.errors import BlockError, SpecError
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import DigestOf, _on_device, _parts, counted_states, digest, shares
-from kvstow.memory.digest_keys import without
+from kvstow.memory.digest import DigestOf, _on_device, _parts, counted_states, digest
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Chunk, Encoder, Full, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
+from kvstow.route.sources import sources
 from planning import attention, section_numbers
 from strategies import group_bytes, listed, models, served, value
 
@@ -243,8 +244,10 @@ def test_order_ranks_block_size_and_packing_do_not_change_the_sum_over_ranks(dat
         layouts = [
             side.layout(model, t, p, num_tokens) for t in range(side.tp) for p in range(side.pp)
         ]
+        whole = replace(side, tp=1, pp=1).layout(model, 0, 0, num_tokens)
         total = 0
-        for layout, claims in zip(layouts, shares(layouts), strict=True):
+        for part in sources(layouts, whole):
+            layout, claims = layouts[part.index], part.claims
             blocks = data.draw(listed(layout, num_tokens))
             with Arena(layout) as arena:
                 arena.bytes.random_(0, 256)
@@ -281,29 +284,13 @@ def test_ranks_that_hold_the_same_heads_count_them_once():
         arena.bytes.random_(0, 256)
         wanted = digest(arena, blocks, 2)
         total = 0
-        for layout, claims in zip(layouts, shares(layouts), strict=True):
+        for source in sources(layouts, whole):
+            layout = layouts[source.index]
             with Arena(layout) as part:
                 (lo, hi), *_ = layout.layers["l"][1].heads.pieces
                 part.tensor("l").copy_(arena.tensor("l")[:, lo:hi])
-                total += digest(part, blocks, 2, claims=claims)
+                total += digest(part, blocks, 2, claims=source.claims)
         assert total & MASK == wanted
-
-
-@given(st.data())
-def test_a_box_without_another_is_the_rest_of_its_points(data):
-    def box() -> tuple[tuple[int, int], ...]:
-        ends = st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda e: e[0] != e[1])
-        return tuple(tuple(sorted(data.draw(ends))) for _ in range(3))
-
-    def points(boxes: tuple[tuple[tuple[int, int], ...], ...]) -> list[tuple[int, ...]]:
-        return [
-            (x, y, z) for a, b, c in boxes for x in range(*a) for y in range(*b) for z in range(*c)
-        ]
-
-    one, other = box(), box()
-    rest = points(without(one, other))
-    assert len(rest) == len(set(rest))
-    assert set(rest) == set(points((one,))) - set(points((other,)))
 
 
 def test_layers_can_be_digested_apart_and_add_up():

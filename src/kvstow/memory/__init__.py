@@ -1,7 +1,7 @@
 """Bytes on one machine. Needs torch.
 
 arena          one allocation shaped by a layout, and views into it
-allocate       where its bytes come from: host, pinned, a device
+allocate       where its bytes come from: host, pinned, near a device, on a device
 adopt          memory that an engine has allocated, checked against a layout
 dtypes         element types, ours and torch's
 share          the arena of another process of this node, mapped
@@ -9,6 +9,5 @@ copy           whole blocks, or the copies of a route, between two arenas
 cuda           how such a copy runs where a CUDA device is involved
 digest         one number for what blocks hold, whatever the layout
 digest_keys    the factors that it multiplies bytes by
-numa           host memory near a device
 kernels        Triton kernels: copies, digests, attention
 """

@@ -3,12 +3,15 @@
 Host memory is one mapping at an address that is a multiple of what the plan asks for. It
 lives as long as any tensor over it: the tensor keeps the mapping's owner, and the owner's end
 unpins, unmaps and closes the file. Unless it lies on huge pages, it is the mapping of a file in
-memory, which other processes of this user can map too (`share`).
+memory, which other processes of this user can map too (`share`). It can be near a device: `mbind`
+makes the system prefer a node for pages that are not there yet, whoever fills or pins them. Where
+the node is full, memory comes from elsewhere, and nothing fails where `mbind` is forbidden.
 """
 
 import ctypes
 import mmap
 import os
+import platform
 import re
 import weakref
 from collections.abc import Callable
@@ -27,6 +30,10 @@ _FIXED = 0x10
 _NO_RESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
+_MBIND = {("Linux", "x86_64"): ctypes.c_long(237), ("Linux", "aarch64"): ctypes.c_long(235)}
+_PREFERRED = ctypes.c_long(1)  # MPOL_PREFERRED
+_MAX_NODES = 1024
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -41,17 +48,24 @@ class HostBytes(NamedTuple):
     file: int | None
 
 
-def host_bytes(nbytes: int, *, align: int, huge_pages: bool, pinned: bool) -> HostBytes:
-    """Fresh zeroed host memory, its base a multiple of `align`.
+def host_bytes(
+    nbytes: int,
+    *,
+    align: int,
+    huge_pages: bool = False,
+    pinned: bool = False,
+    numa_node: int | None = None,
+) -> HostBytes:
+    """Fresh zeroed host memory, its base a multiple of `align`, on a node if it has room.
 
     Files in memory get no huge pages from most systems: those are of this process alone.
     """
     if huge_pages:
-        return HostBytes(_mapped(nbytes, align, -1, huge_pages=True, pinned=pinned), None)
+        return HostBytes(_mapped(nbytes, align, -1, pinned=pinned, numa_node=numa_node), None)
     file = os.memfd_create("kvstow", os.MFD_CLOEXEC)
     try:
         os.truncate(file, align_up(nbytes, mmap.PAGESIZE))
-        memory = _mapped(nbytes, align, file, huge_pages=False, pinned=pinned, close=True)
+        memory = _mapped(nbytes, align, file, pinned=pinned, numa_node=numa_node, close=True)
     except BaseException:
         os.close(file)
         raise
@@ -60,7 +74,7 @@ def host_bytes(nbytes: int, *, align: int, huge_pages: bool, pinned: bool) -> Ho
 
 def file_bytes(file: int, nbytes: int) -> torch.Tensor:
     """Host memory over an open file, which may be closed: the mapping stays."""
-    return _mapped(nbytes, 1, file, huge_pages=False, pinned=False)
+    return _mapped(nbytes, 1, file)
 
 
 # ── devices, and memory of others ─────────────────────────────────────────────────────────
@@ -119,11 +133,17 @@ def huge_page_bytes(tensor: torch.Tensor) -> int:
 
 
 def _mapped(
-    nbytes: int, align: int, file: int, *, huge_pages: bool, pinned: bool, close: bool = False
+    nbytes: int,
+    align: int,
+    file: int,
+    *,
+    pinned: bool = False,
+    numa_node: int | None = None,
+    close: bool = False,
 ) -> torch.Tensor:
-    """A mapping of a file, or of fresh memory where `file` is negative; with `close`, the file is
-    closed when the mapping ends."""
-    step = max(align, mmap.PAGESIZE, HUGE_PAGE_BYTES if huge_pages else 1)
+    """A mapping of a file, or of fresh memory on huge pages where `file` is negative; with `close`,
+    the file is closed when the mapping ends."""
+    step = max(align, mmap.PAGESIZE, HUGE_PAGE_BYTES if file < 0 else 1)
     length = align_up(nbytes, mmap.PAGESIZE)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     reserved = _mmap(None, length + step, _NO_ACCESS, private | _NO_RESERVE, -1)
@@ -137,8 +157,10 @@ def _mapped(
     try:
         flags = private if file < 0 else mmap.MAP_SHARED
         _mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags | _FIXED, file)
-        if huge_pages:
+        if file < 0:
             _libc.madvise(address, length, mmap.MADV_HUGEPAGE)
+        if numa_node is not None:
+            prefer_node(address, length, numa_node)
         if pinned:
             weakref.finalize(pages, *_pinned(address, length)).atexit = False
         if close:
@@ -147,6 +169,31 @@ def _mapped(
         unmap()
         raise
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def prefer_node(address: int, length: int, node: int) -> bool:
+    """Have pages of a mapping that are not there yet on a node; whether the system agrees."""
+    if (platform.system(), platform.machine()) not in _MBIND or not 0 <= node < _MAX_NODES:
+        return False
+    mask = (_MAX_NODES + 63) // 64 * [0]
+    mask[node // 64] = 1 << node % 64
+    number = _MBIND[platform.system(), platform.machine()]
+    nodes = (ctypes.c_ulong * len(mask))(*mask)
+    rest = (_PREFERRED, nodes, ctypes.c_long(_MAX_NODES), ctypes.c_long(0))
+    return _libc.syscall(number, ctypes.c_void_p(address), ctypes.c_long(length), *rest) == 0
+
+
+def node_of(device: torch.device) -> int | None:
+    """The node that a CUDA device hangs on; None for any other, and where nobody says."""
+    if device.type != "cuda":
+        return None
+    facts = cast(Any, torch.cuda).get_device_properties(device)
+    try:
+        place = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        node = int(Path(f"/sys/bus/pci/devices/{place}/numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def _mmap(address: int | None, length: int, protection: int, flags: int, file: int) -> int:

@@ -32,8 +32,9 @@ class Arena:
     """One allocation of `layout.nbytes`, zeroed, its base aligned as planned.
 
     `device` is torch's word for where: "cpu", "cuda:0". Host memory may be `pinned` (for CUDA) and
-    on huge pages where the system grants them; other processes of this user can map what is not on
-    huge pages (`kvstow.memory.share`). A constructor that raises leaves nothing behind.
+    on huge pages where the system grants them, and near a device (`numa_node`); other processes of
+    this user can map what is not on huge pages (`kvstow.memory.share`). A constructor that raises
+    leaves nothing behind.
 
     >>> from kvstow.plan.group import grouped
     >>> from kvstow.plan.models import model_layers
@@ -61,12 +62,13 @@ class Arena:
         device: str | torch.device = "cpu",
         pinned: bool = False,
         huge_pages: bool = False,
+        numa_node: int | None = None,
     ) -> None:
         where, nbytes, align = _device(device), _planned(layout).nbytes, layout.base_align
         self._take(layout)
         if where.type == "cpu":
             self._bytes, self.file = host_bytes(
-                nbytes, align=align, huge_pages=huge_pages, pinned=pinned
+                nbytes, align=align, huge_pages=huge_pages, pinned=pinned, numa_node=numa_node
             )
         elif pinned or huge_pages:
             raise ArenaError(f"memory of {where} is not pinned or on huge pages")

@@ -25,7 +25,6 @@ from kvstow.memory.digest_keys import (
     cell_keys,
     few_heads,
     layer_seed,
-    shares,
     state_keys,
 )
 from kvstow.plan.group import Group
@@ -36,8 +35,6 @@ from kvstow.route.blocks import Blocks, Tokens, first_missing
 from kvstow.route.lanes import state_tokens
 from kvstow.route.overlap import Interval
 from kvstow.route.route import Claims
-
-__all__ = ["MODULUS", "DigestOf", "Listed", "counted_states", "digest", "prepared", "shares"]
 
 MODULUS = 1 << 64
 
@@ -61,8 +58,8 @@ def digest(
     """The digest, below 2^64, of what a request's blocks hold of tokens `[start, num_tokens)`.
 
     Sums over ranks, modulo 2^64, are digests of all that the ranks hold. `claims` restricts it
-    to parts of fields, `layers` to some layers, `heads` to some of the model's heads; `shares`
-    makes claims by which several ranks count what they hold alike only once. Blocks of a window
+    to parts of fields (with those of `plan_sources`, what several ranks hold alike counts once),
+    `layers` to some layers, `heads` to some of the model's heads. Blocks of a window
     group count as far as the window of the next token reaches. Of the states that count, those
     count whose number, divided by `every`, leaves `phase`; no other is read. On CUDA it runs in
     the current stream, and waits for the result.

@@ -15,12 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import SpecError
-from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import Extent, Field, LayerSpec
 from kvstow.plan.view import ceil_div
 from kvstow.route.overlap import Box, Interval
-from kvstow.route.route import Claims
 
 Words = npt.NDArray[np.uint64]
 
@@ -156,48 +154,12 @@ def _in_words(table: Words) -> CellKeys:
     return CellKeys(table, 1)
 
 
-# ── who counts what ───────────────────────────────────────────────────────────────────────
-
-
 def held(spec: LayerSpec, field: Field) -> tuple[Box, ...]:
     """All that a rank holds of a field, one box per combination of pieces."""
     return tuple(product(spec.heads.pieces, *(axis.pieces for axis in field.axes)))
-
-
-def shares(layouts: Sequence[Layout]) -> tuple[Claims, ...]:
-    """Per rank, what it counts so that all ranks together count everything once.
-
-    What several ranks hold alike counts on the first of them.
-    """
-    taken: dict[tuple[str, str], list[Box]] = {}
-    by_rank: list[Claims] = []
-    for layout in layouts:
-        share: dict[str, dict[str, list[Box]]] = {}
-        for _, spec, _ in layout.layers.values():
-            for field in spec.fields:
-                before = taken.setdefault((spec.name, field.name), [])
-                mine = list(held(spec, field))
-                for other in before:
-                    mine = [part for box in mine for part in without(box, other)]
-                share.setdefault(spec.name, {})[field.name] = mine
-                before += mine
-        by_rank.append(share)
-    return tuple(by_rank)
 
 
 def both(box: Box, other: Box) -> tuple[Box, ...]:
     """What two boxes have in common: one box, or none."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
     return (common,) if all(lo < hi for lo, hi in common) else ()
-
-
-def without(box: Box, other: Box) -> tuple[Box, ...]:
-    """The box less the other one, as boxes that do not overlap."""
-    for common in both(box, other):
-        return tuple(
-            (*common[:axis], piece, *box[axis + 1 :])
-            for axis, ((lo, hi), (cut, end)) in enumerate(zip(box, common, strict=True))
-            for piece in ((lo, cut), (end, hi))
-            if piece[0] < piece[1]
-        )
-    return (box,)

@@ -87,7 +87,7 @@ class SharedCounters:
     """Whole numbers that other processes can read, all 0 at first."""
 
     def __init__(self, count: int) -> None:
-        host = host_bytes(max(1, count) * 8, align=8, huge_pages=False, pinned=False)
+        host = host_bytes(max(1, count) * 8, align=8)
         assert host.file is not None
         self.numbers: Ints = host.memory.numpy().view(np.int64)[:count]
         self.file = shared_file(host.file)

@@ -16,7 +16,6 @@ import torch
 
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
-from kvstow.memory.numa import bind, on_node
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.host.eviction import Policy, PolicyName, mark
 from kvstow.offload.host.eviction import policy as policy_of
@@ -68,9 +67,7 @@ class HostTier:
         most = parse_size(capacity) if isinstance(capacity, str) else capacity
         self.layout = pooled(layout, most)
         pinned = torch.cuda.is_available()
-        with on_node(numa_node):
-            self.arena = Arena(self.layout, pinned=pinned, huge_pages=True)
-        bind(self.arena.address, self.arena.nbytes, numa_node)
+        self.arena = Arena(self.layout, pinned=pinned, huge_pages=True, numa_node=numa_node)
         self._slots = Slots(self.layout)
         groups = range(len(self.layout.groups))
         self._policies: tuple[Policy, ...] = tuple(

@@ -38,8 +38,8 @@ from kvstow.adapters.vllm.protocol import (
 from kvstow.adapters.vllm.scheduler.key_index import Level
 from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.errors import StoreError
+from kvstow.memory.allocate import node_of
 from kvstow.memory.arena import Arena
-from kvstow.memory.numa import node_of
 from kvstow.observe import Telemetry
 from kvstow.offload.copies.jobs import MoverJob
 from kvstow.offload.copies.mover import Mover
