@@ -17,7 +17,6 @@ from kvstow.plan.retention import (
     State,
     Window,
     can_hit,
-    check_retention,
     first_seen_block,
     first_seen_token,
     forgets,
@@ -60,14 +59,6 @@ def test_a_retention_of_no_tokens_cannot_be_built(kind, tokens):
     assert f"{kind.__name__}: tokens is {tokens!r}" in message
     assert "1 to 1099511627776" in message
     assert "\n\nhint: " in message
-
-
-@pytest.mark.parametrize("value", ["full", None, 4, Full, Window])
-def test_what_is_no_retention_is_refused_with_the_kinds_there_are(value):
-    with pytest.raises(SpecError, match=r"here: retention is .*Full, Window, Chunk.*\n\nhint: "):
-        check_retention("here", value)
-    for retention in EVERY:
-        check_retention("here", retention)
 
 
 def test_every_retention_has_a_name_words_and_a_rank_of_its_own():

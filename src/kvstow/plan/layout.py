@@ -36,6 +36,8 @@ NULL_SLABS = 1
 """Slabs that no group ever owns; block 0 of every group lies in one."""
 
 
+MAX_LAYERS = 4096
+
 MAX_PIECES = 4096
 """Pieces a page may be in: more heads than any model has."""
 
@@ -308,6 +310,8 @@ class Layout:
         if self.order not in ORDERS:
             broken.append(f"order: {self.order!r} is none of {', '.join(ORDERS)}")
         names = [layer.name for rows in self.groups for layer in rows.group.layers]
+        if len(names) > MAX_LAYERS:
+            return [f"size: {len(names)} layers, at most {MAX_LAYERS}"]
         if not names or len(set(names)) < len(names):
             broken.append(f"coverage: {len(names)} layers, {len(set(names))} different names")
         if len({rows.group.name for rows in self.groups}) < len(self.groups):

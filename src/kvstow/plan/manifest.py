@@ -6,25 +6,25 @@ UTF-8, keys sorted, no white space, integers only. Equal layouts give equal byte
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from hashlib import blake2b
-from itertools import repeat
-from types import UnionType
-from typing import Any, Literal, NoReturn, cast, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, cast
 
 import msgspec
 
 from kvstow.errors import LayoutError, ManifestError, SpecError
 from kvstow.plan.layout import Layout
-from kvstow.plan.retention import Retention
+from kvstow.plan.retention import Kind
 
 VERSION = 1
 MAX_BYTES = 16 << 20
-MAX_LAYERS = 4096
 
-_RETENTIONS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Retention)}
+
+@dataclass(frozen=True)
+class _Document:
+    kvstow: int
+    layout: Layout
 
 
 def encode(layout: Layout) -> bytes:
@@ -44,23 +44,37 @@ def decode(data: bytes) -> Layout:
     layout that keeps the laws. White space and key order are free; canonical form is
     what `encode` writes, not what `decode` demands.
     """
-    document = _object(_parsed(data), "the document")
-    if type(version := document.get("kvstow")) is not int:
-        raise ManifestError("shape", f"the version under 'kvstow' is {version!r:.80}")
-    if version != VERSION:
+    plain = _parsed(data)
+    version = cast("Any", plain).get("kvstow") if isinstance(plain, dict) else None
+    if type(version) is int and version != VERSION:
         raise ManifestError("version", f"{version} is not {VERSION}, which is read here")
-    _checked(len(document) == 2, document, "the document", "an object of kvstow and layout")
     try:
-        values = _values(Layout, document.get("layout"), "layout")
-        layers = sum(len(rows.group.layers) for rows in values["groups"])
-        if layers > MAX_LAYERS:
-            raise ManifestError("size", f"{layers} layers, at most {MAX_LAYERS}")
-        return Layout(**values)
+        document = msgspec.convert(plain, _Document)
+    except msgspec.ValidationError as error:
+        raise ManifestError("shape", str(error)) from error
     except LayoutError as error:
         kind = error.violations[0].partition(":")[0]
         raise ManifestError(kind, str(error)) from error
     except SpecError as error:
         raise ManifestError("spec", str(error)) from error
+    _check_keys(plain, document, "$")
+    return document.layout
+
+
+def _check_keys(plain: Any, value: Any, where: str) -> None:
+    """Refuses keys that are unknown or missing: fields with defaults are written too."""
+    if isinstance(plain, dict):
+        keys = cast("dict[str, Any]", plain)
+        is_kind = isinstance(value, Kind)
+        names = {"kind", *value.__struct_fields__} if is_kind else {f.name for f in fields(value)}
+        if keys.keys() != names:
+            expected, seen = ", ".join(sorted(names)), ", ".join(sorted(keys))
+            raise ManifestError("shape", f"{where} is not an object of {expected}, but of {seen}")
+        for name in names - {"kind"}:
+            _check_keys(keys[name], getattr(value, name), f"{where}.{name}")
+    elif isinstance(plain, list):
+        for i, pair in enumerate(zip(cast("list[Any]", plain), value, strict=True)):
+            _check_keys(*pair, f"{where}[{i}]")
 
 
 def _parsed(data: bytes) -> Any:
@@ -99,72 +113,3 @@ def _bounded(digits: str) -> int:
 
 def _no_fraction(text: str) -> NoReturn:
     raise ManifestError("shape", f"{text[:40]} is not a whole number")
-
-
-# ── from JSON to values ───────────────────────────────────────────────────────────────
-
-
-Reader = Callable[[Any, str], Any]
-"""Makes a value of what stands in the document, and says where that is if it cannot."""
-
-
-@cache
-def _reader(kind: Any) -> Reader:
-    """What reads values of that type."""
-    if kind == Retention:
-        return _retention
-    if is_dataclass(kind):
-        return lambda plain, where: cast("type", kind)(**_values(kind, plain, where))
-    inner = get_args(kind)
-    if get_origin(kind) is tuple:
-        readers = tuple(_reader(each) for each in inner if each is not Ellipsis)
-        size = None if inner[-1] is Ellipsis else len(inner)
-        return lambda plain, where: _tuple(readers, size, plain, where)
-    if get_origin(kind) is UnionType:  # something or null
-        value = _reader(inner[0])
-        return lambda plain, where: None if plain is None else value(plain, where)
-    if kind is int or kind is str:
-        return lambda plain, where: _checked(type(plain) is kind, plain, where, kind.__name__)
-    make, choices = (str, inner) if get_origin(kind) is Literal else (kind, tuple(kind))
-    expected = f"one of {', '.join(choices)}"
-    return lambda plain, where: make(_checked(plain in choices, plain, where, expected))
-
-
-@cache
-def _fields(kind: Any) -> dict[str, Reader]:
-    """What reads each field of a dataclass."""
-    hints = get_type_hints(kind)
-    return {field.name: _reader(hints[field.name]) for field in fields(kind)}
-
-
-def _values(kind: Any, plain: Any, where: str) -> dict[str, Any]:
-    """The fields of a dataclass; missing and unknown ones are refused."""
-    entries, readers = _object(plain, where), _fields(kind)
-    is_whole = entries.keys() == readers.keys()
-    _checked(is_whole, plain, where, f"an object of {', '.join(readers)}")
-    return {name: read(entries[name], f"{where}.{name}") for name, read in readers.items()}
-
-
-def _retention(plain: Any, where: str) -> Any:
-    kind: Any = _object(plain, where).get("kind")
-    _checked(kind in [*_RETENTIONS], kind, f"{where}.kind", f"one of {', '.join(_RETENTIONS)}")
-    values = _values(_RETENTIONS[kind], plain, where)
-    return _RETENTIONS[values.pop("kind")](**values)
-
-
-def _tuple(readers: Sequence[Reader], size: int | None, plain: Any, where: str) -> tuple[Any, ...]:
-    entries: list[Any] = _checked(type(plain) is list, plain, where, "a list")
-    if size is not None:
-        _checked(len(entries) == size, plain, where, f"a list of {size}")
-    pairs = zip(entries, readers if size else repeat(readers[0]), strict=False)
-    return tuple(read(each, f"{where}[{i}]") for i, (each, read) in enumerate(pairs))
-
-
-def _object(plain: Any, where: str) -> dict[str, Any]:
-    return _checked(type(plain) is dict, plain, where, "an object")
-
-
-def _checked(is_right: bool, plain: Any, where: str, expected: str) -> Any:
-    if not is_right:
-        raise ManifestError("shape", f"{where} is not {expected}, but {json.dumps(plain):.80}")
-    return plain

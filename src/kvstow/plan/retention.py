@@ -13,66 +13,57 @@ much of a prompt can be served is `longest_prefix`, and nobody else's question.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from math import lcm
-from typing import Literal, Protocol, cast, get_args, overload
+from typing import Protocol, overload
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.errors import SpecError
 from kvstow.plan.view import Ints, ceil_div, check_count
 
 Bools = npt.NDArray[np.bool_]
 """Yes or no for each of several: the one boolean array type."""
 
 
-@dataclass(frozen=True, slots=True)
-class Full:
+class Kind(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower):
+    """One of the five; documents say which by its name in small letters."""
+
+
+class Full(Kind, frozen=True):
     """Every token, as long as the request lives."""
 
-    kind: Literal["full"] = field(default="full", init=False, repr=False)
 
-
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(Kind, frozen=True):
     """The last `tokens` tokens, the one that looks included."""
 
     tokens: int
-    kind: Literal["window"] = field(default="window", init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_count("Window: tokens", self.tokens, hint="Full() keeps every token")
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Kind, frozen=True):
     """The tokens of the current chunk of `tokens`: position `p` sees `[p - p % tokens, p]`."""
 
     tokens: int
-    kind: Literal["chunk"] = field(default="chunk", init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_count("Chunk: tokens", self.tokens, hint="Full() keeps every token")
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(Kind, frozen=True):
     """A summary of the whole sequence, in one running row.
 
     Such a group's block is one summary; its `block_tokens` says how many tokens lie
     between two checkpoints that a later request may start from.
     """
 
-    kind: Literal["state"] = field(default="state", init=False, repr=False)
 
-
-@dataclass(frozen=True, slots=True)
-class Encoder:
+class Encoder(Kind, frozen=True):
     """The encoder's `tokens` positions, written once (cross-attention)."""
 
     tokens: int
-    kind: Literal["encoder"] = field(default="encoder", init=False, repr=False)
 
     def __post_init__(self) -> None:
         hint = "give the most positions that the encoder may have"
@@ -80,17 +71,6 @@ class Encoder:
 
 
 Retention = Full | Window | Chunk | State | Encoder
-
-
-def check_retention(where: str, value: object) -> None:
-    """Raises SpecError for anything that is not a retention; `where` begins the message."""
-    if not isinstance(value, get_args(Retention)):
-        given = getattr(value, "__name__", repr(value)) if isinstance(value, type) else repr(value)
-        names = ", ".join(cast(type, kind).__name__ for kind in get_args(Retention))
-        raise SpecError(
-            f"{where}: retention is {given}, not one of {names}"
-            "\n\nhint: for example Full() or Window(4096)"
-        )
 
 
 # ── what the next token sees ──────────────────────────────────────────────────────────
@@ -261,7 +241,7 @@ def rows_needed(
 
 def short_name(retention: Retention) -> str:
     """`full`, `window128`, `chunk8192`, `state`: another for every retention."""
-    return f"{retention.kind}{getattr(retention, 'tokens', '')}"
+    return f"{type(retention).__name__.lower()}{getattr(retention, 'tokens', '')}"
 
 
 def in_words(retention: Retention) -> str:

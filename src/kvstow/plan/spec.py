@@ -28,7 +28,7 @@ from itertools import pairwise
 from math import prod
 
 from kvstow.errors import SpecError
-from kvstow.plan.retention import Full, Retention, State, check_retention
+from kvstow.plan.retention import Full, Kind, Retention, State
 from kvstow.plan.view import align_up, check_count
 
 
@@ -270,7 +270,11 @@ class LayerSpec:
         if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SpecError(f"layer {self.name!r}: a name is a string, not {type(self.name)}")
         where = f"layer {self.name!r}"
-        check_retention(where, self.retention)
+        if not isinstance(self.retention, Kind):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(
+                f"{where}: retention is {self.retention!r}, not one of Full, Window, Chunk, State, "
+                "Encoder\n\nhint: for example Full() or Window(4096)"
+            )
         if not isinstance(self.heads, Extent):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SpecError(
                 f"{where}: heads is {self.heads!r}, not an Extent"
