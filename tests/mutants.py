@@ -64,12 +64,12 @@ TARGETS = {
     "prefix": Target(
         "blocks/prefix", ("blocks/test_prefix", "blocks/test_events", "laws/test_blocks_prefix")
     ),
-    "expand": Target(
-        "route/expand", ("route/test_expand", "route/test_route", "laws/test_route_law")
+    "pairs": Target(
+        "route/blocks", ("route/test_lanes", "route/test_blocks", "laws/test_route_law")
     ),
     "lanes": Target(
         "route/lanes",
-        ("route/test_route", "route/test_expand", "laws/test_route_law"),
+        ("route/test_route", "route/test_lanes", "laws/test_route_law"),
     ),
 }
 

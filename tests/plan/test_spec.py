@@ -119,7 +119,7 @@ def test_states_divide_the_tokens_of_a_block() -> None:
 
 
 def test_a_summary_is_one_state_of_any_number_of_tokens() -> None:
-    assert layer(retention=State(), states=1, block_tokens=511).tokens_per_state == 511
+    assert layer(retention=State(), states=1, block_tokens=511).tokens_per_state == 1
     with pytest.raises(SpecError, match="one state, not 2"):
         layer(retention=State(), states=2)
 

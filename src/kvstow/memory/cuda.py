@@ -14,8 +14,8 @@ import torch
 from kvstow.errors import CopyError
 from kvstow.memory.arena import Arena
 from kvstow.plan.view import align_up
+from kvstow.route.blocks import Overlap
 from kvstow.route.copies import Copies, cut, joined
-from kvstow.route.lanes import Overlap
 from kvstow.route.route import Route
 
 CudaMethod = Literal["batch", "kernel", "plain"]

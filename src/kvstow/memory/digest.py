@@ -32,7 +32,6 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Ints, ceil_div
 from kvstow.route.blocks import Blocks, Tokens, first_missing
-from kvstow.route.lanes import state_tokens
 from kvstow.route.overlap import Interval
 from kvstow.route.route import Claims
 
@@ -239,7 +238,7 @@ def counted_states(group: Group, spec: LayerSpec, num_tokens: int, start_token: 
 
     A state of several tokens counts when one of them does; of summaries, the running one.
     """
-    span, tokens = state_tokens(spec), Tokens(start_token, num_tokens).needed(group)
+    span, tokens = spec.tokens_per_state, Tokens(start_token, num_tokens).needed(group)
     if tokens.first >= tokens.end:
         return 0, 0
     return tokens.first // span, ceil_div(tokens.end, span)

@@ -297,7 +297,8 @@ class LayerSpec:
 
     @property
     def tokens_per_state(self) -> int:
-        return self.block_tokens // self.states
+        """1 for a summary, whose block counts as one token."""
+        return 1 if isinstance(self.retention, State) else self.block_tokens // self.states
 
     @cached_property
     def sections(self) -> "tuple[LayerSpec, ...]":

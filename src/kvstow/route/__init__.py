@@ -1,10 +1,9 @@
 """Any layout to any layout: which bytes go where. Integers only.
 
-blocks    the blocks of a request in one group, and which tokens they hold
+blocks    the blocks of a request in one group, the tokens they hold, and pairs of them
 compare   whether two layouts are of one computation, stored alike
 overlap   what both sides hold of a layer
-lanes     the copies of one pair of blocks; what is equal inside travels whole
-expand    the blocks of a request → pairs of blocks → copies
+lanes     the copies of one pair of blocks, and of many; what is equal inside travels whole
 copies    source, destination, nbytes: the one type for copies
 route     Route: from layout to layout, for any request
 sources   which peers bring what

@@ -1,6 +1,17 @@
-"""What a request asks for: tokens, and the blocks that either side lists for them."""
+"""What a request asks for: tokens, the blocks that either side lists for them, and their pairs.
 
+Tokens are cut where either side's blocks end, and each such pair of blocks is copied like its
+lanes:
+
+    source        │ 0       │ 1       │ 2       │      16 tokens per block
+    destination   │ 0             │ 1             │    24
+    pairs           0·0        1·0  1·1    2·1
+    copies        9 ▶ 1 │ 7 ▶ 4 │ 2, 3 ▶ 5, 6
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +20,7 @@ from kvstow.errors import BlockError, RouteError, SpecError
 from kvstow.plan.group import Group
 from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.retention import Encoder, State, first_seen_token
-from kvstow.plan.view import Ints, ceil_div
+from kvstow.plan.view import Ints, align_up, ceil_div
 
 FEW = 8
 """So many blocks are named in an error."""
@@ -150,3 +161,74 @@ def _few(numbers: Ints, count: int | None = None) -> str:
     count = len(numbers) if count is None else count
     shown = ", ".join(map(str, numbers[:FEW].tolist()))
     return f"{shown} … ({count} in all)" if count > FEW else shown
+
+
+# ── pairs of blocks ───────────────────────────────────────────────────────────────────
+
+
+class Overlap(NamedTuple):
+    """How two blocks overlap: where in each the common tokens start, and how many they are."""
+
+    source_token: int
+    destination_token: int
+    tokens: int
+
+
+def cut_tokens(tokens: Tokens, s_span: int, d_span: int) -> tuple[Ints, Ints]:
+    """Starts and ends of the stretches that lie in one block of either side each."""
+    first, end = tokens.first, tokens.end
+    if first >= end:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    ends = [np.arange((first // span + 1) * span, end, span) for span in {s_span, d_span}]
+    start = np.append(first, ends[0] if len(ends) == 1 else np.union1d(*ends))
+    return start, np.append(start[1:], end)
+
+
+class BlockPairs(NamedTuple):
+    """Blocks that overlap alike: pair `i` is blocks `source[i]` and `destination[i]`."""
+
+    overlap: Overlap
+    source: Ints
+    destination: Ints
+
+
+def block_pairs(
+    source: Blocks, destination: Blocks, tokens: Tokens, spans: tuple[int, int]
+) -> Iterator[BlockPairs]:
+    """The pairs for some tokens, as far as both sides list them, by destination; neither list
+    is empty.
+
+    The last tokens travel with what their blocks have beyond them: slots that hold nothing yet,
+    on either side.
+    """
+    s_span, d_span = spans
+    first, last = (int(destination.index[i]) * d_span for i in (0, -1))
+    end = min(*(align_up(tokens.end, span) for span in spans), last + d_span)
+    first = max(tokens.first, first)
+    if s_span == d_span and not first % s_span and first < end:
+        here, there = (
+            side.between(first // s_span, end // s_span) for side in (source, destination)
+        )
+        if (here.stop - here.start, there.stop - there.start) == 2 * ((end - first) // s_span,):
+            yield _by_destination(Overlap(0, 0, s_span), source.ids[here], destination.ids[there])
+            return
+    start, stop = cut_tokens(Tokens(first, end), s_span, d_span)
+    s_block, s_token = np.divmod(start, s_span)
+    d_block, d_token = (s_block, s_token) if s_span == d_span else np.divmod(start, d_span)
+    s_place, s_listed = source.places(s_block)
+    d_place, d_listed = destination.places(d_block)
+    kind = s_token * d_span + d_token
+    at = np.flatnonzero(s_listed & d_listed)
+    while len(at):  # each kind, the first one first
+        first, is_alike = at[0], kind[at] == kind[at[0]]
+        alike, at = at[is_alike], at[~is_alike]
+        yield _by_destination(
+            Overlap(int(s_token[first]), int(d_token[first]), int(stop[first] - start[first])),
+            source.ids[s_place[alike]],
+            destination.ids[d_place[alike]],
+        )
+
+
+def _by_destination(overlap: Overlap, source: Ints, destination: Ints) -> BlockPairs:
+    order = np.argsort(destination)
+    return BlockPairs(overlap, source[order], destination[order])

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 
 from kvstow.plan.layout import Layout
-from kvstow.plan.retention import State
 from kvstow.plan.spec import Extent, Field, LayerSpec
 from kvstow.route.overlap import content_bits
 
@@ -51,10 +50,9 @@ def _named(layers: list[str]) -> str:
 
 def layer_differences(source: LayerSpec, destination: LayerSpec) -> Iterator[str]:
     """What differs between two ranks' specs of one layer, beyond which part they hold."""
-    recurrent = isinstance(source.retention, State) and isinstance(destination.retention, State)
-    if not recurrent and source.retention != destination.retention:
+    if source.retention != destination.retention:
         yield _both("retention", source.retention, destination.retention)
-    elif not recurrent and source.tokens_per_state != destination.tokens_per_state:
+    elif source.tokens_per_state != destination.tokens_per_state:
         yield _both("tokens per state", source.tokens_per_state, destination.tokens_per_state)
     yield from _axis_differences("heads", source.heads, destination.heads)
     ours = {field.name: field for field in source.fields}

@@ -14,26 +14,18 @@ Copies of whole rows go on in the next block's, if the padding between the rows 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from kvstow.plan.layout import Layout, Placement
-from kvstow.plan.retention import Bools, State
+from kvstow.plan.retention import Bools
 from kvstow.plan.sharing import Strip, collision, foreign_collision
-from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Ints, ceil_div
-from kvstow.route.blocks import block_span
+from kvstow.route.blocks import BlockPairs, Overlap, block_span
 from kvstow.route.copies import Copies, joined, merged
 from kvstow.route.overlap import Shared, shared
-
-
-class Overlap(NamedTuple):
-    """How two blocks overlap: where in each the common tokens start, and how many they are."""
-
-    source_token: int
-    destination_token: int
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,31 +62,30 @@ class Lanes:
 class LayerSet:
     """Layers that differ only in where their pages start, and what both sides hold of them.
 
-    Of pages of several sections, it is one section on either side.
+    Offsets and places are the source's, then the destination's. Of pages of several sections,
+    it is one section on either side.
     """
 
-    source_offsets: Ints
-    destination_offsets: Ints
-    source: Placement
-    destination: Placement
+    offsets: tuple[Ints, Ints]
+    places: tuple[Placement, Placement]
     shared: tuple[Shared, ...]
     state_tokens: int
 
     def copies(self, overlap: Overlap) -> Iterable[Copies]:
         """The copies of one pair of blocks, in block 0 of either side."""
-        first = overlap.source_token // self.state_tokens
-        end = ceil_div(overlap.source_token + overlap.tokens, self.state_tokens)
-        source = self.source_offsets + first * self.source.token_stride
-        there = overlap.destination_token // self.state_tokens
-        destination = self.destination_offsets + there * self.destination.token_stride
-        tokens = Stride(end - first, self.source.token_stride, self.destination.token_stride)
+        (here, there), each = self.places, self.state_tokens
+        first = overlap.source_token // each
+        num_states = ceil_div(overlap.source_token + overlap.tokens, each) - first
+        source = self.offsets[0] + first * here.token_stride
+        destination = self.offsets[1] + overlap.destination_token // each * there.token_stride
+        tokens = Stride(num_states, here.token_stride, there.token_stride)
         for part in self.shared:
             content = Copies(*np.array(part.content, np.int64).T)
             for s_head, d_head, num_heads in part.heads:
-                heads = Stride(num_heads, self.source.head_stride, self.destination.head_stride)
+                heads = Stride(num_heads, here.head_stride, there.head_stride)
                 inner = spread(content, (tokens, heads))
-                s_page = source + s_head * self.source.head_stride
-                d_page = destination + d_head * self.destination.head_stride
+                s_page = source + s_head * here.head_stride
+                d_page = destination + d_head * there.head_stride
                 yield Copies(
                     (s_page[:, None] + inner.source).ravel(),
                     (d_page[:, None] + inner.destination).ravel(),
@@ -128,11 +119,6 @@ def spread(copies: Copies, axes: tuple[Stride, ...]) -> Copies:
     return Copies(source, destination, nbytes)
 
 
-def state_tokens(spec: LayerSpec) -> int:
-    """Tokens per state; 1 for a summary, whose block counts as one token."""
-    return 1 if isinstance(spec.retention, State) else spec.tokens_per_state
-
-
 # ── rows ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -155,35 +141,25 @@ class Rows:
     def of(layout: Layout, group: int) -> "Rows":
         """The rows of a group."""
         strips = sorted(layout.footprints[group].strips, key=lambda strip: strip.offset)
-        starts, nbytes, strides = (
-            np.array([getattr(strip, name) for strip in strips], np.int64)
-            for name in ("offset", "nbytes", "stride")
-        )
-        placed = layout.groups[group].group
-        block = Overlap(0, 0, block_span(placed))
-        fields = merged(
-            joined(
-                [
-                    part
-                    for pages in layout.page_sets[group]
-                    for part in LayerSet(
-                        source_offsets=pages.offsets,
-                        destination_offsets=pages.offsets,
-                        source=pages.place,
-                        destination=pages.place,
-                        shared=shared(pages.spec, pages.spec),
-                        state_tokens=state_tokens(pages.spec),
-                    ).copies(block)
-                ]
-            )
-        )
+        numbers = [(strip.offset, strip.offset + strip.nbytes, strip.stride) for strip in strips]
+        starts, ends, strides = np.array(numbers, np.int64).T
+        block = Overlap(0, 0, block_span(layout.groups[group].group))
+        cells = [
+            LayerSet(
+                offsets=(pages.offsets, pages.offsets),
+                places=(pages.place, pages.place),
+                shared=shared(pages.spec, pages.spec),
+                state_tokens=pages.spec.tokens_per_state,
+            ).copies(block)
+            for pages in layout.page_sets[group]
+        ]
+        fields = merged(joined([*chain(*cells)]))
         after = np.cumsum(fields.nbytes)
-        everybody = _Strips(layout)
         return Rows(
             starts=starts,
-            ends=starts + nbytes,
+            ends=ends,
             strides=strides,
-            own_padding=np.array([everybody.leave_padding(group, strip) for strip in strips]),
+            own_padding=np.array([_leaves_padding(layout, group, strip) for strip in strips]),
             fields=(
                 np.stack((fields.source, fields.source + fields.nbytes), 1).ravel(),
                 np.stack((after - fields.nbytes, after), 1).ravel(),
@@ -204,47 +180,29 @@ class Rows:
         return np.subtract(*(np.interp(places, *self.fields) for places in (ends, starts)))
 
 
-class _Strips:
-    """All strips of a layout, to be asked which of them use bytes between a group's rows."""
+def _leaves_padding(layout: Layout, group: int, strip: Strip) -> bool:
+    """Whether the bytes between two neighbouring runs of a strip are nobody else's.
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._strips = [
-            (g, strip)
-            for g, footprint in enumerate(layout.footprints)
-            for strip in footprint.strips
-        ]
-        self._starts = np.array([strip.offset for _, strip in self._strips], np.int64)
-        self._ends = np.array([strip.hull.end for _, strip in self._strips], np.int64)
-
-    def leave_padding(self, group: int, strip: Strip) -> bool:
-        """Whether the bytes between two neighbouring runs of a strip are nobody else's.
-
-        Groups that pass slabs around may have bytes there, but not while this one owns the
-        slab.
-        """
-        if strip.count < 2 or strip.nbytes >= strip.stride:
-            return True
-        padding = Strip(
-            strip.offset + strip.nbytes, strip.stride - strip.nbytes, strip.stride, strip.count - 1
-        )
-        layout = self._layout
-        partners = next(members for members in layout.sharing if group in members)
-        for g, other in self._near(padding):
-            if g != group and g in partners:
-                own, theirs = layout.footprints[group], layout.footprints[g]
-                clash = foreign_collision(own, padding, theirs, other, layout.num_slabs)
+    Groups that pass slabs around may have bytes there, but not while this one owns the slab.
+    """
+    if strip.count < 2 or strip.nbytes >= strip.stride:
+        return True
+    padding = Strip(
+        strip.offset + strip.nbytes, strip.stride - strip.nbytes, strip.stride, strip.count - 1
+    )
+    own, hull = layout.footprints[group], padding.hull
+    partners = next(set(members) for members in layout.sharing if group in members) - {group}
+    for g, footprint in enumerate(layout.footprints):
+        for other in footprint.strips:
+            if other.offset >= hull.end or other.hull.end <= hull.offset:
+                continue
+            if g in partners:
+                clash = foreign_collision(own, padding, footprint, other, layout.num_slabs)
             else:
                 clash = collision(padding, other)
             if clash:
                 return False
-        return True
-
-    def _near(self, strip: Strip) -> list[tuple[int, Strip]]:
-        """Strips whose hull overlaps that of `strip`, with their groups."""
-        hull = strip.hull
-        near = np.flatnonzero((self._starts < hull.end) & (self._ends > hull.offset))
-        return [self._strips[i] for i in near]
+    return True
 
 
 # ── the copies of a pair of blocks ────────────────────────────────────────────────────
@@ -288,3 +246,37 @@ def _chains(copies: Copies, begins: Bools) -> tuple[Copies, Ints]:
     last = np.append(first[1:], len(copies)) - 1
     nbytes = copies.source[last] + copies.nbytes[last] - copies.source[first]
     return Copies(copies.source[first], copies.destination[first], nbytes), first
+
+
+# ── the copies of many pairs ──────────────────────────────────────────────────────────
+
+
+def expanded(pairs: BlockPairs, lanes: Lanes) -> Copies:
+    """The lanes of all pairs; those that go on in the next block's are one copy."""
+    s_ids, d_ids = pairs.source, pairs.destination
+    none = np.zeros_like(s_ids)
+    if not lanes.continues.any():
+        return _placed(s_ids, d_ids, none, lanes)
+    follows = (s_ids[1:] == s_ids[:-1] + 1) & (d_ids[1:] == d_ids[:-1] + 1)
+    ends = np.concatenate(([0], np.flatnonzero(~follows) + 1, [len(s_ids)]))
+    first, more = ends[:-1], np.diff(ends) - 1
+    parts: list[Copies] = []
+    if not lanes.continues.all():
+        parts.append(_placed(s_ids, d_ids, none, lanes.take(~lanes.continues)))
+        lanes = lanes.take(lanes.continues)
+    parts.append(_placed(s_ids[first], d_ids[first], more, lanes))
+    return joined(parts)
+
+
+def _placed(s_ids: Ints, d_ids: Ints, more: Ints, lanes: Lanes) -> Copies:
+    """Every lane of every pair and of so many more behind it: block by block, or lane by lane
+    where pages lie far apart."""
+    if len(lanes) > 1:
+        s_ids, d_ids, more = s_ids[:, None], d_ids[:, None], more[:, None]
+    source = s_ids * lanes.source_stride + lanes.copies.source
+    destination = d_ids * lanes.destination_stride + lanes.copies.destination
+    nbytes = more * lanes.source_stride + lanes.copies.nbytes
+    columns, places = (source, destination, nbytes), lanes.copies.destination
+    if places[-1] - places[0] >= lanes.destination_stride[0]:
+        columns = (column.T for column in columns)
+    return Copies(*(column.ravel() for column in columns))

@@ -20,11 +20,19 @@ from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import ceil_div
-from kvstow.route.blocks import Blocks, Tokens, block_span, check_held, check_ids
+from kvstow.route.blocks import (
+    Blocks,
+    Overlap,
+    Tokens,
+    block_pairs,
+    block_span,
+    check_held,
+    check_ids,
+    cut_tokens,
+)
 from kvstow.route.compare import differences
 from kvstow.route.copies import Copies, joined, merged
-from kvstow.route.expand import block_pairs, cut_tokens, expanded
-from kvstow.route.lanes import Lanes, LayerSet, Overlap, Rows, lanes, state_tokens
+from kvstow.route.lanes import Lanes, LayerSet, Rows, expanded, lanes
 from kvstow.route.overlap import Box, shared
 
 Claims = Mapping[str, Mapping[str, Sequence[Box]]]
@@ -216,23 +224,21 @@ def _layer_sets(
     """What two groups have in common, layers alike on both sides together."""
     sets = source.page_sets[groups[0]], destination.page_sets[groups[1]]
     for here, there in product(*sets):
-        places = dict(zip(here.layers, here.offsets, strict=True))
+        starts = dict(zip(here.layers, here.offsets.tolist(), strict=True))
         by_claim: dict[object, list[tuple[str, int, int]]] = {}
-        for name, offset in zip(there.layers, there.offsets, strict=True):
-            if name in places and (claims is None or name in claims):
+        for name, offset in zip(there.layers, there.offsets.tolist(), strict=True):
+            if name in starts and (claims is None or name in claims):
                 boxes = () if claims is None else claims[name].items()
                 key = tuple((field, *claimed) for field, claimed in boxes)
-                by_claim.setdefault(key, []).append((name, places[name], offset))
+                by_claim.setdefault(key, []).append((name, starts[name], offset))
         for members in by_claim.values():
             name = members[0][0]
             held = shared(here.spec, there.spec, None if claims is None else claims[name])
             if held:
-                offsets = np.array([places for _, *places in members], np.int64)
+                offsets = np.array([each[1:] for each in members], np.int64).T
                 yield LayerSet(
-                    source_offsets=offsets[:, 0],
-                    destination_offsets=offsets[:, 1],
-                    source=here.place,
-                    destination=there.place,
+                    offsets=(offsets[0], offsets[1]),
+                    places=(here.place, there.place),
                     shared=held,
-                    state_tokens=state_tokens(there.spec),
+                    state_tokens=there.spec.tokens_per_state,
                 )

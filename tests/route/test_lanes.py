@@ -13,8 +13,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.view import align_up
-from kvstow.route.blocks import Blocks, Tokens
-from kvstow.route.expand import block_pairs, cut_tokens
+from kvstow.route.blocks import Blocks, Tokens, block_pairs, cut_tokens
 from kvstow.route.route import Route, plan_route
 from planning import attention
 
