@@ -156,3 +156,43 @@ def test_models_with_latents_say_that_their_usual_deployment_is_not_counted():
         "data-parallel" in note
         for note in size("deepseek-v3", "--gpu", "h200", "--tp", "8")["notes"]
     )
+
+
+def test_half_of_what_is_generated_counts_for_what_fits_at_most():
+    plain = size("llama-3.1-8b", "--gpu", "h100", "--reserve", "3GiB")
+    split = size("llama-3.1-8b", "--gpu", "h100", "--reserve", "3GiB", "--output-tokens", "4096")
+    assert plain["max_requests"] == plain["max_requests_at_most"] == split["max_requests"]
+    assert split["max_requests_at_most"] == int(plain["concurrency"][1] * 8192 / 6144)
+    assert invoke("llama-3.1-8b", "--gpu", "h100", "--output-tokens", "8192").exit_code == 2
+
+
+def test_a_prefix_that_all_requests_share_is_counted_once():
+    arguments = ("llama-3.1-8b", "--gpu", "h100", "--reserve", "3GiB")
+    shared = size(*arguments, "--shared-tokens", "4096")
+    assert shared["max_requests"] > 1.9 * size(*arguments)["max_requests"]
+    assert "8,192 tokens, the first 4,096 the same, fit" in shared["answer"]
+    assert invoke(*arguments, "--shared-tokens", "8192").exit_code == 2
+
+
+def test_a_model_of_latents_and_experts_gets_replicas_that_share_the_experts():
+    document = size("deepseek-v3", "--gpu", "h200", "--requests", "300")
+    assert document["shares_experts"]
+    assert document["tp"] == 1
+    assert "--enable-expert-parallel" in document["command"].replace("\\\n", "").split()
+    assert "experts shared" in document["answer"]
+
+
+def test_a_narrower_cache_that_the_checkpoint_names_is_in_the_answer(tmp_path):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 1000,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "(kv_cache_quant_algo): --kv-dtype fp8" in size(str(tmp_path), "--gpu", "l4")["answer"]
+    assert "fp8 halves" not in size(str(tmp_path), "--gpu", "l4", "--kv-dtype", "fp8")["answer"]

@@ -73,7 +73,7 @@ def models(words: Words = None) -> Answer:
     rows = [
         (
             model["name"],
-            model["family"],
+            model["family"].removesuffix("_text"),
             f"{model['layers']:,}",
             f"{model['kv_bytes_per_token']:,}",
             _context(model),

@@ -24,6 +24,16 @@ def complete_gpu(start: str) -> list[str]:
 
 
 Tokens = Annotated[int, typer.Option(min=1, help="Length of a request in tokens.")]
+OutputTokens = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="How many of them are generated: requests hold half of these on average.",
+    ),
+]
+SharedTokens = Annotated[
+    int, typer.Option(min=0, help="How many of them all requests begin with: a system prompt.")
+]
 Requests = Annotated[
     int | None,
     typer.Option(
@@ -122,6 +132,8 @@ class SizeReports:
 def size(
     model: options.ModelName,
     tokens: Tokens = USUAL_TOKENS,
+    output_tokens: OutputTokens = 0,
+    shared_tokens: SharedTokens = 0,
     requests: Requests = None,
     gpu: Gpus = None,
     tp: MaybeTp = None,
@@ -143,9 +155,9 @@ def size(
     fit. With --requests alone, how much memory they need. With both, the smallest cluster,
     searched over tp, pp and replicas. Exits with 1 if not one request fits for certain.
     """
-    from kvstow.plan.sizing.cluster import PP, TP, Gpu
+    from kvstow.plan.sizing.cluster import PP, TP, Gpu, Load
     from kvstow.plan.sizing.reports import SizeQuestion, size_report
-    from kvstow.plan.sizing.weights import Weights, model_weights
+    from kvstow.plan.sizing.weights import model_weights
 
     options.note_shadowed(model)
     kv_dtypes = tuple(kv_dtype.split(",")) if kv_dtype else (None,)
@@ -159,32 +171,27 @@ def size(
         Deployment(model=model, kv_dtype=each).facts()
     with usage(PlanError):
         gpus = [None] if gpu is None else [Gpu.parse(each) for each in gpu.split(",")]
-    weights = (
-        model_weights(model, weights_dtype)
-        if weights_bytes is None
-        else Weights(nbytes=weights_bytes, how="as given")
-    )
-    question = SizeQuestion(
-        deployment=Deployment(
-            model=model,
-            tp=tp or 1,
-            pp=pp or 1,
-            block_tokens=block_tokens,
-            kv_dtype=kv_dtypes[0],
-        ),
-        weights=weights,
-        tokens=tokens,
-        requests=requests,
-        engine=Engine(
-            name=engine,
-            utilization=utilization,
-            max_batched_tokens=max_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            reserve=reserve,
-        ),
-        kv_dtypes=kv_dtypes,
-        dp=dp,
-        tps=TP if tp is None else (tp,),
-        pps=PP if pp is None else (pp,),
-    )
+        question = SizeQuestion(
+            deployment=Deployment(
+                model=model,
+                tp=tp or 1,
+                pp=pp or 1,
+                block_tokens=block_tokens,
+                kv_dtype=kv_dtypes[0],
+            ),
+            weights=model_weights(model, weights_dtype, weights_bytes),
+            load=Load(tokens=tokens, shared_tokens=shared_tokens, requests=requests),
+            output_tokens=output_tokens,
+            engine=Engine(
+                name=engine,
+                utilization=utilization,
+                max_batched_tokens=max_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                reserve=reserve,
+            ),
+            kv_dtypes=kv_dtypes,
+            dp=dp,
+            tps=TP if tp is None else (tp,),
+            pps=PP if pp is None else (pp,),
+        )
     return SizeReports([size_report(replace(question, gpu=each)) for each in gpus])

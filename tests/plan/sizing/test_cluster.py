@@ -1,21 +1,25 @@
 """Sizing: weights and cache on GPUs, against arithmetic done by hand and published logs."""
 
+from functools import partial
+
 import pytest
 
 from kvstow.errors import PlanError
-from kvstow.plan.sizing.cluster import GPUS, VOCABULARIES, Engine, Gpu, clusters, needed, sized
+from kvstow.plan.sizing.capacity import concurrency, max_requests
+from kvstow.plan.sizing.cluster import GPUS, VOCABULARIES, Engine, Gpu, Load, clusters, sized
 from kvstow.plan.sizing.plan import Deployment, plan_model
-from kvstow.plan.sizing.reports import FitReport, SizeQuestion
+from kvstow.plan.sizing.reports import SizeQuestion, SizeReport, size_report
 from kvstow.plan.sizing.weights import Weights, model_weights
 
 H100 = 81559 << 20
 USABLE = int(H100 * 0.9)
 LLAMA_8B = 16_060_000_000
+USUAL = Load(tokens=8192)
 LLAMA_ROW = 32 * 2 * 8 * 128 * 2 * 16  # all layers, keys and values of 16 tokens in bfloat16
 
 
 def test_what_fits_is_the_rest_of_the_memory_in_whole_rows():
-    found = sized(Deployment(model="llama-3.1-8b"), usable=USABLE, weights=LLAMA_8B, tokens=8192)
+    found = sized(Deployment(model="llama-3.1-8b"), USUAL, usable=USABLE, weights=LLAMA_8B)
     slabs = (USABLE - LLAMA_8B) // LLAMA_ROW
     assert found.max_requests == (slabs - 1) // 512  # a slab is a row here, and one is nobody's
     assert found.num_gpus == 1
@@ -23,14 +27,12 @@ def test_what_fits_is_the_rest_of_the_memory_in_whole_rows():
 
 
 def test_tensor_parallel_ranks_split_weights_and_heads_and_replicas_add_up():
-    one = sized(
-        Deployment(model="llama-3.1-8b", tp=8), usable=USABLE, weights=LLAMA_8B, tokens=8192
-    )
+    one = sized(Deployment(model="llama-3.1-8b", tp=8), USUAL, usable=USABLE, weights=LLAMA_8B)
     assert one.limiting.weights_bytes == LLAMA_8B // 8
     slabs = (USABLE - LLAMA_8B // 8) // (LLAMA_ROW // 8)
     assert one.max_requests == (slabs - 1) // 512
     three = sized(
-        Deployment(model="llama-3.1-8b", tp=8), usable=USABLE, weights=LLAMA_8B, tokens=8192, dp=3
+        Deployment(model="llama-3.1-8b", tp=8), USUAL, usable=USABLE, weights=LLAMA_8B, dp=3
     )
     assert three.max_requests == 3 * one.max_requests
     assert three.num_gpus == 24
@@ -38,15 +40,13 @@ def test_tensor_parallel_ranks_split_weights_and_heads_and_replicas_add_up():
 
 @pytest.mark.parametrize(("tp", "copies"), [(1, 1), (8, 1), (16, 2), (32, 4)])
 def test_heads_are_repeated_on_ranks_beyond_their_number(tp, copies):
-    found = sized(
-        Deployment(model="llama-3.1-8b", tp=tp), usable=USABLE, weights=LLAMA_8B, tokens=8192
-    )
+    found = sized(Deployment(model="llama-3.1-8b", tp=tp), USUAL, usable=USABLE, weights=LLAMA_8B)
     assert found.head_copies == copies
     assert found.limiting.request_bytes == 512 * LLAMA_ROW // min(tp, 8)
 
 
 def test_the_stage_with_the_most_layers_limits():
-    found = sized(Deployment(model="llama-3.1-8b", pp=5), usable=USABLE, weights=0, tokens=8192)
+    found = sized(Deployment(model="llama-3.1-8b", pp=5), USUAL, usable=USABLE, weights=0)
     assert [stage.layers for stage in found.stages] == [6, 6, 7, 7, 6]
     assert found.limiting.rank == 2
     each = [((USABLE // (LLAMA_ROW * n // 32)) - 1) // 512 for n in (6, 6, 7, 7, 6)]
@@ -55,13 +55,15 @@ def test_the_stage_with_the_most_layers_limits():
 
 
 def test_weights_are_split_by_the_layers_of_a_stage():
-    found = sized(Deployment(model="llama-3.1-8b", pp=5), usable=USABLE, weights=3200, tokens=16)
+    found = sized(
+        Deployment(model="llama-3.1-8b", pp=5), Load(tokens=16), usable=USABLE, weights=3200
+    )
     assert [stage.weights_bytes for stage in found.stages] == [600, 600, 700, 700, 600]
 
 
 @pytest.mark.parametrize("weights", [USABLE, H100, 10 * H100])
 def test_nothing_fits_beside_weights_that_fill_the_gpu(weights):
-    found = sized(Deployment(model="llama-3.1-8b"), usable=USABLE, weights=weights, tokens=1)
+    found = sized(Deployment(model="llama-3.1-8b"), Load(tokens=1), usable=USABLE, weights=weights)
     assert found.max_requests == 0
 
 
@@ -70,7 +72,7 @@ def test_nothing_fits_beside_weights_that_fill_the_gpu(weights):
 )
 @pytest.mark.parametrize("requests", [1, 2, 37])
 def test_a_load_fits_into_what_it_needs_and_not_into_a_slab_less(model, requests):
-    need = needed(Deployment(model=model), weights=0, tokens=5000, requests=requests)
+    need = sized(Deployment(model=model), Load(tokens=5000, requests=requests), weights=0)
     one = plan_model(model, num_slabs=2).layout
     num_slabs = need.fullest.cache_bytes // one.slab_bytes
     assert plan_model(model, num_slabs=num_slabs).max_requests(tokens=5000) >= requests
@@ -82,10 +84,9 @@ def test_the_smallest_cluster_comes_first_and_carries_the_load():
     weights = 141_000_000_000
     found = clusters(
         Deployment(model="llama-3.1-70b"),
+        Load(tokens=8192, requests=200),
         usable=lambda tp: USABLE,
         weights=weights,
-        tokens=8192,
-        requests=200,
         kv_dtypes=(None, "fp8"),
     )
     assert [each.num_gpus for each in found] == sorted(each.num_gpus for each in found)
@@ -94,18 +95,56 @@ def test_the_smallest_cluster_comes_first_and_carries_the_load():
     for tp in (1, 2, 4, 8):  # no split with fewer GPUs does it, tried one by one
         for kv_dtype in (None, "fp8"):
             deployment = Deployment(model="llama-3.1-70b", tp=tp, kv_dtype=kv_dtype)
-            one = sized(deployment, usable=USABLE, weights=weights, tokens=8192)
+            one = sized(deployment, USUAL, usable=USABLE, weights=weights)
             dp = (best.num_gpus - 1) // tp
             assert one.max_requests * dp < 200
+
+
+def test_replicas_that_share_their_experts_carry_what_latents_on_every_rank_cannot():
+    """DeepSeek-V3 on 8 GPUs: attention on each of them, and an eighth of the experts."""
+    weights = model_weights("deepseek-v3")
+    experts = round(weights.nbytes * weights.expert_part)
+    search = partial(
+        clusters,
+        Deployment(model="deepseek-v3"),
+        Load(tokens=8192, requests=400),
+        usable=lambda tp: 120 << 30,
+        weights=weights.nbytes,
+        kv_dtypes=(None,),
+        pps=(1,),
+    )
+    whole, shared = search(), search(experts=experts)
+    assert not any(each.shares_experts for each in whole)
+    best = shared[0]
+    assert (best.shares_experts, best.deployment.tp, best.dp) == (True, 1, 8)
+    assert best.num_gpus < whole[0].num_gpus
+    others = weights.nbytes - experts
+    assert best.limiting.weights_bytes == pytest.approx(others + experts / 8, abs=1)
+    assert best.max_requests == 8 * best.limiting.requests >= 400
+
+
+def test_a_prefix_that_all_share_is_there_once():
+    """8,192 tokens are 512 rows of one slab each; all but the first request lack 256 of them."""
+    layout = plan_model("llama-3.1-8b", num_slabs=1 + 512 + 9 * 256).layout
+    assert max_requests(layout, 8192) == 5
+    assert max_requests(layout, 8192, 4096 + 15) == 10
+    assert concurrency(layout, 8192, 4096) == 10
+    with pytest.raises(PlanError, match=r"8,192 tokens cannot all begin with the same 8,192"):
+        Load(tokens=8192, shared_tokens=8192)
+
+
+def test_a_window_shares_nothing_that_it_has_left():
+    layout = plan_model("gpt-oss-20b", num_slabs=4096).layout
+    long, shared = max_requests(layout, 32768), max_requests(layout, 32768, 16384)
+    assert long < shared < 2 * long + 1
 
 
 def test_no_cluster_is_found_where_no_split_has_room():
     found = clusters(
         Deployment(model="llama-3.1-8b"),
+        Load(tokens=8192, requests=1),
         usable=lambda tp: 1 << 20,
         weights=LLAMA_8B,
-        tokens=8192,
-        requests=1,
         kv_dtypes=(None,),
     )
     assert found == ()
@@ -140,7 +179,7 @@ def test_gpus_are_called_as_people_call_them(text, name):
 
 def test_concurrency_has_the_decimals_that_requests_do_not():
     deployment = Deployment(model="llama-3.1-8b")
-    found = sized(deployment, usable=USABLE, weights=LLAMA_8B, tokens=8192)
+    found = sized(deployment, USUAL, usable=USABLE, weights=LLAMA_8B)
     slabs = (USABLE - LLAMA_8B) // LLAMA_ROW - 1
     assert found.concurrency == slabs / 512
     assert found.max_requests == int(found.concurrency)
@@ -171,21 +210,21 @@ LOGS = [
 ]
 
 
-def report(model: str, dtype: str | None, gpu: str, engine: Engine, tp: int) -> FitReport:
+def report(model: str, dtype: str | None, gpu: str, engine: Engine, tp: int) -> SizeReport:
     question = SizeQuestion(
         deployment=Deployment(model=model, tp=tp),
         weights=model_weights(model, dtype),
-        tokens=1024,
+        load=Load(tokens=1024),
         gpu=Gpu.parse(gpu),
         engine=engine,
     )
-    return FitReport.of(question)
+    return size_report(question)
 
 
 @pytest.mark.parametrize(("model", "dtype", "gpu", "engine", "tp", "logged"), LOGS)
 def test_the_cache_of_published_logs_is_within_the_range(model, dtype, gpu, engine, tp, logged):
     found = report(model, dtype, gpu, engine, tp)
-    low, high = found.low.limiting.cache_bytes, found.high.limiting.cache_bytes
+    low, high = found.figures["cache_bytes"]
     assert low / GIB <= logged <= high / GIB
     assert high - low < 11 * GIB
 
@@ -196,20 +235,21 @@ def test_tokens_and_concurrency_are_those_of_the_log():
     question = SizeQuestion(
         deployment=Deployment(model="qwen3-235b-a22b", tp=4),
         weights=Weights(nbytes=0, how="as given"),
-        tokens=1024,
+        load=Load(tokens=1024),
         gpu=Gpu("8.11GiB", int(8.11 * GIB)),
         engine=known,
     )
-    found = FitReport.of(question)
-    assert found.kv_tokens[0] == pytest.approx(178_880, rel=0.02)
-    assert found.low.concurrency == pytest.approx(found.kv_tokens[0] / 1024, abs=0.01)
+    found = size_report(question)
+    kv_tokens, concurrency = found.figures["kv_tokens"][0], found.figures["concurrency"][0]
+    assert kv_tokens == pytest.approx(178_880, rel=0.02)
+    assert concurrency == pytest.approx(kv_tokens / 1024, abs=0.01)
 
 
 def test_what_is_said_of_the_engine_is_taken_and_what_it_cannot_be_is_refused():
     found = report("llama-3-8b", None, "h100", Engine(reserve=3 * GIB), 1)
-    assert found.low == found.high
+    assert len(set(found.figures["cache_bytes"])) == 1
     bare = report("llama-3-8b", None, "h100", Engine(name="none", utilization=1.0), 1)
-    assert bare.low.limiting.cache_bytes == (81559 << 20) - bare.question.weights.nbytes
+    assert bare.figures["cache_bytes"][0] == (81559 << 20) - bare.question.weights.nbytes
     for wrong in ({"utilization": 1.5}, {"name": "vlm"}, {"max_batched_tokens": 0}):
         with pytest.raises(PlanError):
             Engine(**wrong)
@@ -217,10 +257,10 @@ def test_what_is_said_of_the_engine_is_taken_and_what_it_cannot_be_is_refused():
 
 def test_more_tokens_per_step_leave_less_for_the_cache():
     few, many = (
-        report("llama-3-8b", None, "h100", Engine(max_batched_tokens=tokens), 1).low
+        report("llama-3-8b", None, "h100", Engine(max_batched_tokens=tokens), 1).figures
         for tokens in (2048, 65536)
     )
-    assert few.limiting.cache_bytes > many.limiting.cache_bytes
+    assert few["cache_bytes"][0] > many["cache_bytes"][0]
 
 
 def test_vocabularies_are_those_of_the_configuration_classes():

@@ -46,28 +46,112 @@ LATENT = {
     "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8"},
 }
+DELTA = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+JAMBA = {
+    "model_type": "jamba",
+    "attn_layer_period": 8,
+    "attn_layer_offset": 4,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 16,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "vocab_size": 65536,
+}
+GEMMA_3N = {
+    "model_type": "gemma3n_text",
+    "hidden_size": 2048,
+    "intermediate_size": [16384] * 35,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "altup_num_inputs": 4,
+    "laurel_rank": 64,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size": 262400,
+}
+T5 = {
+    "model_type": "t5",
+    "is_encoder_decoder": True,
+    "d_model": 1024,
+    "d_ff": 4096,
+    "d_kv": 64,
+    "num_heads": 16,
+    "num_layers": 24,
+    "vocab_size": 32128,
+}
+WHISPER = {
+    "model_type": "whisper",
+    "is_encoder_decoder": True,
+    "d_model": 1280,
+    "decoder_layers": 32,
+    "encoder_layers": 32,
+    "decoder_ffn_dim": 5120,
+    "decoder_attention_heads": 20,
+    "vocab_size": 51866,
+}
 
 
 @pytest.mark.parametrize(
-    ("config", "published"), [(DENSE, 8.03e9), (EXPERTS, 46.7e9), (LATENT, 671e9)]
+    ("config", "published"),
+    [
+        (DENSE, 8.03e9),
+        (EXPERTS, 46.7e9),
+        (LATENT, 671e9),
+        (DELTA, 79.7e9),  # Qwen3-Next-80B-A3B
+        (JAMBA, 51.6e9),  # Jamba 1.5 Mini
+        (GEMMA_3N, 6.87e9),  # Gemma 3n E4B, its text model
+        (T5, 738e6),  # T5 large
+        (WHISPER, 1.54e9),  # Whisper large v3
+    ],
 )
 def test_the_formula_comes_within_half_a_percent_of_what_is_published(config, published):
     assert sum(parameters(load_model(config))) == pytest.approx(published, rel=0.005)
 
 
 def test_a_tied_output_head_counts_once():
-    layers, embeddings = parameters(load_model(DENSE))
-    assert embeddings == 2 * 128256 * 4096
-    assert parameters(load_model(DENSE | {"tie_word_embeddings": True})) == (
-        layers,
-        embeddings // 2,
-    )
+    counted = parameters(load_model(DENSE))
+    assert counted.embeddings == 2 * 128256 * 4096
+    tied = parameters(load_model(DENSE | {"tie_word_embeddings": True}))
+    assert tied == counted._replace(embeddings=counted.embeddings // 2)
 
 
 def test_quantised_layers_count_narrow_and_embeddings_do_not():
-    layers, embeddings = parameters(load_model(LATENT))
-    assert model_weights(LATENT).nbytes == layers + 2 * embeddings
+    counted = parameters(load_model(LATENT))
+    assert model_weights(LATENT).nbytes == counted.layers + counted.experts + 2 * counted.embeddings
     assert model_weights(DENSE).nbytes == 2 * sum(parameters(load_model(DENSE)))
+
+
+def test_the_part_of_routed_experts_is_known_from_the_configuration_or_as_published():
+    assert float(model_weights(LATENT).expert_part) == pytest.approx(0.975, abs=0.001)
+    assert float(model_weights("deepseek-v3").expert_part) == pytest.approx(0.975, abs=0.001)
+    assert model_weights(DENSE).expert_part == 0
+    given = model_weights("deepseek-v3", nbytes=700 * 10**9)
+    assert (given.nbytes, given.how) == (700 * 10**9, "as given")
+    assert given.expert_part == model_weights("deepseek-v3").expert_part
 
 
 @pytest.mark.parametrize(
@@ -92,9 +176,9 @@ def test_quantised_layers_count_narrow_and_embeddings_do_not():
     ],
 )
 def test_a_quantised_layer_has_the_bits_that_its_configuration_gives(quantised, bits):
-    layers, embeddings = parameters(load_model(DENSE))
+    counted = parameters(load_model(DENSE))
     found = model_weights(DENSE | {"quantization_config": quantised})
-    assert found.nbytes == round(layers * bits / 8) + 2 * embeddings
+    assert found.nbytes == round(counted.layers * bits / 8) + 2 * counted.embeddings
 
 
 def test_a_quantisation_that_is_not_known_is_left_out_and_said():

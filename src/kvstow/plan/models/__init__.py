@@ -44,7 +44,7 @@ _ORDINARY = frozenset((
     "starcoder2",
 ))
 
-_NOT_ORDINARY = (
+NOT_ORDINARY = (
     "attention_layers", "attention_window_size", "attn_config", "attn_type_list", "block_types",
     "cla_share_factor", "compress_ratios", "conv_L_cache", "conv_kernel_size",
     "cross_attention_layers", "global_head_dim", "hybrid_override_pattern", "index_head_dim",
@@ -54,7 +54,7 @@ _NOT_ORDINARY = (
     "ssm_state_size", "state_size", "swa_head_dim", "swa_num_key_value_heads",
 )
 # fmt: on
-
+"""Keys of models that have other layers than attention."""
 
 READERS: dict[str, Callable[[Config, ServingOptions], Stack]] = {
     **dict.fromkeys(_ORDINARY, decoder),
@@ -123,7 +123,7 @@ def stack(config: Config, serving: ServingOptions) -> Stack:
     if kind in READERS:
         return READERS[kind](config, serving)
     unknown = f"unknown model_type {kind!r}" if kind else "no model_type"
-    odd = [key for key in _NOT_ORDINARY if config.facts.get(key)]
+    odd = [key for key in NOT_ORDINARY if config.facts.get(key)]
     if odd:
         raise config.error(
             f"{unknown}, and {odd[0]} says that it is not an ordinary decoder",

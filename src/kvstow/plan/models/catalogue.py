@@ -3,11 +3,11 @@
 The data is `catalogue.json`: an object of names, each with `source` (where the facts
 were read, and after "unchecked" what nothing read confirms), `aliases`, `config` (the keys
 of the model's `config.json` that matter here), and `published`: `parameters`, to three digits,
-`weights_bytes` where they are not released in the model's own dtype, and `context`, the tokens
-that a request may have. `checked` names those of the two that agree with a complete configuration
-of the model in ai-dynamo/aiconfigurator or Lightning-AI/litgpt: parameters counted from it within
-half a percent, and the context that it gives. What is published serves sizing alone, and no
-layout depends on it.
+`experts`, those of them in routed experts, `weights_bytes` where they are not released in the
+model's own dtype, and `context`, the tokens that a request may have. `checked` names those of
+parameters and context that agree with a complete configuration of the model in
+ai-dynamo/aiconfigurator or Lightning-AI/litgpt: parameters counted from it within half a percent,
+and the context that it gives. What is published serves sizing alone, and no layout depends on it.
 """
 
 import json
@@ -26,6 +26,7 @@ NEAR = 0.6
 class Published(TypedDict, total=False):
     parameters: int
     weights_bytes: int
+    experts: int
     context: int
     checked: list[str]
 

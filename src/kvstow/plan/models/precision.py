@@ -128,7 +128,7 @@ class ServingOptions:
         notes: tuple[str, ...] = ()
         if not config.present(*_DTYPE):
             notes = (f"no dtype in the configuration: planned as {own_dtype(config)}",)
-        named = _quantised_cache(config)
+        named = quantised_cache(config)
         if named:
             notes += (
                 f"the checkpoint names a quantised cache ({named}): planned as "
@@ -151,7 +151,7 @@ class ServingOptions:
         )
 
 
-def _quantised_cache(config: Config) -> str:
+def quantised_cache(config: Config) -> str:
     """The key by which a checkpoint says that its cache is narrower; empty where it does not."""
     if "quantization_config" not in config:
         return ""

@@ -5,10 +5,11 @@ a part that grows with its tokens. Slabs are handed out whole, so `k` requests f
 their rows, rounded up to slabs group by group, do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.retention import Full
 from kvstow.plan.view import ceil_div
 
 PREFILL_TOKENS = 2048
@@ -46,28 +47,36 @@ def bytes_per_token(layout: Layout) -> Fraction:
     )
 
 
-def slabs_needed(layout: Layout, num_requests: int, num_tokens: int) -> int:
-    """Slabs that so many requests take at once, one of them in the middle of its prefill."""
-    return _slabs(layout, num_requests, *_steady_and_busiest(layout, num_tokens))
+def slabs_needed(layout: Layout, num_requests: int, num_tokens: int, shared_tokens: int = 0) -> int:
+    """Slabs that so many requests take at once, one of them in the middle of its prefill.
+
+    Blocks of the first `shared_tokens` are there once for all, where every token is kept.
+    """
+    return _slabs(layout, num_requests, _each_and_once(layout, num_tokens, shared_tokens))
 
 
-def _steady_and_busiest(layout: Layout, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows per group of a request that decodes, and of one in the middle of its prefill."""
+Rows = Sequence[tuple[int, int]]
+"""Per group, the rows of each further request, and those of the first."""
+
+
+def _each_and_once(layout: Layout, num_tokens: int, shared_tokens: int) -> Rows:
+    """The first one is in the middle of its prefill, and the others have its shared blocks."""
+    groups = [rows.group for rows in layout.groups]
     steady = request_rows(layout, num_tokens)
-    return steady, request_rows(layout, num_tokens, in_flight=PREFILL_TOKENS)
+    busiest = request_rows(layout, num_tokens, in_flight=PREFILL_TOKENS)
+    shared = [
+        shared_tokens // group.block_tokens if isinstance(group.retention, Full) else 0
+        for group in groups
+    ]
+    return [(n - s, most) for n, s, most in zip(steady, shared, busiest, strict=True)]
 
 
-def _slabs(
-    layout: Layout, num_requests: int, steady: tuple[int, ...], busiest: tuple[int, ...]
-) -> int:
-    most = 0
-    for sharing in layout.sharing:
-        slabs = 0
-        for g in sharing:
-            rows = (num_requests - 1) * steady[g] + busiest[g]
-            slabs += ceil_div(rows, layout.groups[g].rows_per_slab)
-        most = max(most, slabs)
-    return most
+def _slabs(layout: Layout, num_requests: int, rows: Rows) -> int:
+    def needed(group: int) -> int:
+        each, once = rows[group]
+        return ceil_div((num_requests - 1) * each + once, layout.groups[group].rows_per_slab)
+
+    return max(sum(map(needed, sharing)) for sharing in layout.sharing)
 
 
 def fits(layout: Layout, num_requests: int, num_tokens: int) -> bool:
@@ -75,21 +84,24 @@ def fits(layout: Layout, num_requests: int, num_tokens: int) -> bool:
     return slabs_needed(layout, num_requests, num_tokens) <= layout.num_slabs - NULL_SLABS
 
 
-def concurrency(layout: Layout, num_tokens: int) -> float:
+def concurrency(layout: Layout, num_tokens: int, shared_tokens: int = 0) -> float:
     """How many requests of `num_tokens` fit, were slabs divisible: as vLLM counts it."""
-    rows = request_rows(layout, num_tokens)
-    shares = [
-        sum(Fraction(rows[g], layout.groups[g].rows_per_slab) for g in sharing)
-        for sharing in layout.sharing
-    ]
-    return float((layout.num_slabs - NULL_SLABS) / max(shares))
+    rows = _each_and_once(layout, num_tokens, shared_tokens)
+    whole = request_rows(layout, num_tokens)
+    counts: list[float] = []
+    for sharing in layout.sharing:
+        part = {g: Fraction(1, layout.groups[g].rows_per_slab) for g in sharing}
+        each = sum(rows[g][0] * part[g] for g in sharing)
+        once = sum((whole[g] - rows[g][0]) * part[g] for g in sharing)
+        counts.append(float((layout.num_slabs - NULL_SLABS - once) / each))
+    return max(0.0, min(counts))
 
 
-def max_requests(layout: Layout, num_tokens: int) -> int:
+def max_requests(layout: Layout, num_tokens: int, shared_tokens: int = 0) -> int:
     """The most requests of `num_tokens` that fit at once."""
-    rows = _steady_and_busiest(layout, num_tokens)
+    rows = _each_and_once(layout, num_tokens, shared_tokens)
     free = layout.num_slabs - NULL_SLABS
-    return _last(lambda k: _slabs(layout, k, *rows) <= free, _all_rows(layout))
+    return _last(lambda k: _slabs(layout, k, rows) <= free, _all_rows(layout))
 
 
 def max_tokens(layout: Layout) -> int | None:

@@ -14,16 +14,19 @@ exactly without running it, so each is a range, from low to high;
 tests/plan/sizing/test_cluster.py holds them against logs.
 
 A request lives on all ranks of a replica at once, so the fullest rank limits. Tensor-parallel
-ranks of one stage hold equally much, so one of them is planned. Data-parallel attention and
-expert parallelism are not searched: `dp` are whole replicas.
+ranks of one stage hold equally much, so one of them is planned. `dp` are whole replicas, or, with
+expert parallelism, replicas of everything but the experts, which all of them share.
 """
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
-from itertools import product
+from functools import partial
+from itertools import islice, product
+from math import ceil
 from typing import Literal, get_args
 
 from kvstow.errors import KvstowError, PlanError
@@ -233,6 +236,28 @@ TP = (1, 2, 4, 8)
 PP = (1, 2, 4, 8)
 """What is tried when the smallest cluster is searched."""
 
+EXPERT_DP = (2, 4, 8, 16, 32, 64)
+"""Replicas that are tried with experts shared out among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Requests of so many tokens, of which all have the first `shared_tokens` in common.
+
+    Without `requests`, as many as fit.
+    """
+
+    tokens: int
+    shared_tokens: int = 0
+    requests: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shared_tokens < self.tokens:
+            raise PlanError(
+                f"requests of {self.tokens:,} tokens cannot all begin with the same "
+                f"{self.shared_tokens:,}\n\nhint: share fewer tokens than a request has"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStage:
@@ -248,33 +273,21 @@ class PipelineStage:
     concurrency: float
     """Requests with decimals, were memory divisible; 0 where nothing fits."""
 
-    @staticmethod
-    def of(
-        held: RankLayers, weights: int, cache: int, layout: Layout | None, tokens: int
-    ) -> "PipelineStage":
-        """A stage whose cache has a layout, or is too small for one."""
-        return PipelineStage(
-            rank=held.rank,
-            layers=held.model.stage_layers,
-            weights_bytes=weights,
-            cache_bytes=cache,
-            request_bytes=request_bytes(layout or held.layout(), tokens),
-            requests=0 if layout is None else max_requests(layout, tokens),
-            concurrency=0.0 if layout is None else concurrency(layout, tokens),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """A deployment on `dp` × `pp` × `tp` GPUs, and what fits."""
+    """A deployment on `dp` × `pp` × `tp` GPUs, and what fits.
+
+    With `shares_experts`, every expert is on one GPU of all replicas, and attention on each.
+    """
 
     deployment: Deployment
     kv_dtype: str
     dp: int
+    shares_experts: bool
     stages: tuple[PipelineStage, ...]
     head_copies: int
     """Ranks that hold the same kv head: above 1, more `tp` adds no room for the cache."""
-    notes: tuple[str, ...]
 
     @property
     def num_gpus(self) -> int:
@@ -301,55 +314,57 @@ class Sizing:
         return self.dp * self.limiting.requests
 
 
-def sized(deployment: Deployment, *, usable: int, weights: int, tokens: int, dp: int = 1) -> Sizing:
-    """How many requests of `tokens` fit into `usable` bytes per GPU beside all the weights.
+def sized(
+    deployment: Deployment,
+    load: Load,
+    *,
+    weights: int,
+    experts: int = 0,
+    usable: int | None = None,
+    dp: int = 1,
+) -> Sizing:
+    """How many requests fit into `usable` bytes per GPU beside all the weights; without it, what
+    every stage needs for the load.
 
-    A rank whose weights do not fit, or leave no room for two slabs, holds 0 requests.
-    Raises ModelError for a model that cannot be split so.
+    `experts` are the bytes of the weights that are shared out among all replicas. A rank whose
+    weights do not fit, or leave no room for two slabs, holds 0 requests. Raises ModelError for a
+    model that cannot be split so.
     """
-
-    def stage(held: RankLayers, share: int) -> PipelineStage:
-        return PipelineStage.of(
-            held, share, usable - share, _in_memory(held, usable - share), tokens
-        )
-
-    return _sizing(deployment, weights, dp, stage)
-
-
-def needed(
-    deployment: Deployment, *, weights: int, tokens: int, requests: int, dp: int = 1
-) -> Sizing:
-    """What every stage needs for so many requests of so many tokens at once, on `dp` replicas."""
-
-    def stage(held: RankLayers, share: int) -> PipelineStage:
-        # Rows per slab do not depend on the number of slabs.
-        count = slabs_needed(held.layout(), ceil_div(requests, dp), tokens) + NULL_SLABS
-        layout = held.changed(num_slabs=count).layout()
-        return PipelineStage.of(held, share, layout.nbytes, layout, tokens)
-
-    return _sizing(deployment, weights, dp, stage)
-
-
-def _sizing(
-    deployment: Deployment, weights: int, dp: int, stage: Callable[[RankLayers, int], PipelineStage]
-) -> Sizing:
-    """What `stage` makes of the layers of each stage and its share of the weights."""
     held = replace(deployment, memory=None, num_slabs=2).stages()
+    stages: list[PipelineStage] = []
+    whole, shared = load.tokens, load.shared_tokens
+    for each in held:
+        part = Fraction(each.model.stage_layers, each.model.total_layers * deployment.tp)
+        share = ceil((weights - experts + Fraction(experts, dp)) * part)
+        layout = _needed(each, load, dp) if usable is None else _in_memory(each, usable - share)
+        rows = layout or each.layout()
+        stages.append(
+            PipelineStage(
+                rank=each.rank,
+                layers=each.model.stage_layers,
+                weights_bytes=share,
+                cache_bytes=rows.nbytes if usable is None else usable - share,
+                request_bytes=request_bytes(rows, whole),
+                requests=0 if layout is None else max_requests(layout, whole, shared),
+                concurrency=0.0 if layout is None else concurrency(layout, whole, shared),
+            )
+        )
     return Sizing(
         deployment=deployment,
         kv_dtype=held[0].kv_dtype,
         dp=dp,
-        stages=tuple(stage(each, _share_of_weights(each, weights)) for each in held),
+        shares_experts=experts > 0,
+        stages=tuple(stages),
         head_copies=_head_copies(held[0]),
-        notes=held[0].model.notes,
     )
 
 
-def _share_of_weights(held: RankLayers, weights: int) -> int:
-    """The bytes of weights on one rank, if layers and ranks have equal parts of them."""
-    model = held.model
-    share = Fraction(model.stage_layers, model.total_layers * held.deployment.tp)
-    return ceil_div(weights * share.numerator, share.denominator)
+def _needed(held: RankLayers, load: Load, dp: int) -> Layout:
+    """The smallest layout for a replica's part of a load."""
+    # Rows per slab do not depend on the number of slabs.
+    requests = ceil_div(load.requests or 1, dp)
+    count = slabs_needed(held.layout(), requests, load.tokens, load.shared_tokens) + NULL_SLABS
+    return held.changed(num_slabs=count).layout()
 
 
 def _in_memory(held: RankLayers, nbytes: int) -> Layout | None:
@@ -373,16 +388,17 @@ def _head_copies(held: RankLayers) -> int:
 
 def clusters(
     deployment: Deployment,
+    load: Load,
     *,
     usable: Callable[[int], int],
     weights: int,
-    tokens: int,
-    requests: int,
+    experts: int = 0,
     kv_dtypes: Sequence[str | None],
     tps: Iterable[int] = TP,
     pps: Iterable[int] = PP,
 ) -> tuple[Sizing, ...]:
-    """Every tp × pp × kv dtype that can be, with as many replicas as the load needs.
+    """Every tp × pp × kv dtype that can be, with as many replicas as the load needs, and without
+    stages the same with `experts` shared out among the replicas.
 
     `usable` are the bytes of a GPU for weights and cache, by `tp`.
     The fewest GPUs come first; of equally many, the fewest stages, then the earliest kv
@@ -391,11 +407,12 @@ def clusters(
     ranked: list[tuple[tuple[int, ...], Sizing]] = []
     for tp, pp, (place, kv_dtype) in product(tps, pps, enumerate(kv_dtypes)):
         split = replace(deployment, tp=tp, pp=pp, kv_dtype=kv_dtype)
-        try:
-            one = sized(split, usable=usable(tp), weights=weights, tokens=tokens)
-        except KvstowError:
-            continue
-        if one.max_requests:
-            each = replace(one, dp=ceil_div(requests, one.max_requests))
-            ranked.append(((each.num_gpus, pp, place, each.dp), each))
+        with suppress(KvstowError):
+            size = partial(sized, split, load, usable=usable(tp), weights=weights)
+            one, requests = size(), load.requests or 1
+            enough = [replace(one, dp=ceil_div(requests, one.max_requests or 1))]
+            if experts and pp == 1:
+                shared = (size(experts=experts, dp=dp) for dp in EXPERT_DP)
+                enough += islice((x for x in shared if x.max_requests >= requests), 1)
+            ranked += [((x.num_gpus, pp, place, x.dp), x) for x in enough if x.max_requests]
     return tuple(each for _, each in sorted(ranked, key=lambda pair: pair[0]))

@@ -2,10 +2,8 @@
 
 plan_figures       a plan: `kvstow plan`
 catalogue_figures  one line of `kvstow models`
-size_report        a report per question of `kvstow size`, as JSON and as text:
-    FitReport      how many requests fit on GPUs
-    MemoryReport   how much memory a load needs
-    ClusterReport  the fewest GPUs for a load
+size_report        what `kvstow size` answers: how many requests fit on GPUs, how much memory a load
+                   needs, or the fewest GPUs for it
 """
 
 import re
@@ -14,14 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from textwrap import fill
-from typing import Any
+from typing import Any, Literal
 
+from kvstow.errors import PlanError
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.models.catalogue import entries, published, source_of
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.precision import element
+from kvstow.plan.models.precision import element, quantised_cache
 from kvstow.plan.retention import short_name
 from kvstow.plan.sizing.capacity import (
     bytes_per_token,
@@ -36,10 +35,10 @@ from kvstow.plan.sizing.cluster import (
     VLLM,
     Engine,
     Gpu,
+    Load,
     Range,
     Sizing,
     clusters,
-    needed,
     sized,
 )
 from kvstow.plan.sizing.plan import Deployment, Plan
@@ -209,24 +208,31 @@ def plain(number: Fraction) -> int | float:
 SHOWN = 8
 """Clusters that are listed as text; JSON has all."""
 
-LATENT = "kv_lora_rank"
-"""The configuration key of models that are usually served with data-parallel attention."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SizeQuestion:
-    """A model with its weights, requests of so many tokens, and what serves them."""
+    """A model with its weights, a load, and what serves it.
+
+    Of the load's tokens, `output_tokens` are generated: on average requests hold half of them.
+    """
 
     deployment: Deployment
     weights: Weights
-    tokens: int
-    requests: int | None = None
+    load: Load
+    output_tokens: int = 0
     gpu: Gpu | None = None
     engine: Engine = VLLM
     kv_dtypes: tuple[str | None, ...] = (None,)
     dp: int | None = None
     tps: tuple[int, ...] = TP
     pps: tuple[int, ...] = PP
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.output_tokens < self.load.tokens:
+            raise PlanError(
+                f"{self.output_tokens:,} of {self.load.tokens:,} tokens cannot be generated"
+                "\n\nhint: --tokens counts prompt and output together"
+            )
 
     @cached_property
     def config(self) -> Config:
@@ -238,46 +244,57 @@ class SizeQuestion:
         return self.engine.loaded(self.config, self.weights.nbytes)
 
     def overhead(self, tp: int) -> dict[str, Range]:
-        """What the engine takes beside weights and cache, by term."""
-        assert self.gpu is not None
-        return self.engine.overhead(
-            self.config, tp=tp, gpu=self.gpu.name, gpu_bytes=self.gpu.nbytes
-        )
+        """What the engine takes beside weights and cache, by term; nothing without a GPU."""
+        gpu = self.gpu
+        if gpu is None:
+            return {}
+        return self.engine.overhead(self.config, tp=tp, gpu=gpu.name, gpu_bytes=gpu.nbytes)
 
     def usable(self, tp: int) -> Range:
-        """What is left to weights and cache: at least, and at most."""
-        assert self.gpu is not None
-        share, terms = self.engine.share(self.gpu.nbytes), self.overhead(tp).values()
+        """What a GPU has for weights and cache: at least, and at most."""
+        share = self.engine.share(0 if self.gpu is None else self.gpu.nbytes)
+        terms = self.overhead(tp).values()
         return share - sum(high for _, high in terms), share - sum(low for low, _ in terms)
+
+    def sized(self, usable: int | None, load: Load | None = None) -> Sizing:
+        """The deployment as it was asked for, in that memory of each GPU."""
+        return sized(
+            self.deployment,
+            load or self.load,
+            weights=self.loaded_bytes,
+            usable=usable,
+            dp=self.dp or 1,
+        )
 
     def clusters(self) -> tuple[Sizing, ...]:
         """The splits that carry the load for certain, fewest GPUs first."""
         splits = clusters(
             self.deployment,
+            self.load,
             usable=lambda tp: self.usable(tp)[0],
             weights=self.loaded_bytes,
-            tokens=self.tokens,
-            requests=self.requests or 1,
+            experts=round(self.loaded_bytes * self.weights.expert_part),
             kv_dtypes=self.kv_dtypes,
             tps=self.tps,
             pps=self.pps,
         )
         return tuple(each for each in splits if self.dp is None or each.dp <= self.dp)
 
-    @property
+    @cached_property
     def notes(self) -> tuple[str, ...]:
         """What was assumed, and what the answer leaves out."""
-        notes = self.deployment.on_rank(0).model.notes
+        notes, tokens = self.deployment.on_rank(0).model.notes, self.load.tokens
         context = published(self.config.name).get("context")
-        if context is not None and self.tokens > context:
+        if context is not None and tokens > context:
             notes += (
                 f"{self.config.name} is published for {context:,} tokens at most; counted with "
-                f"{self.tokens:,}",
+                f"{tokens:,}",
             )
-        if LATENT in self.config and self.gpu is not None:
+        if self.gpu is not None and self.load.requests is None and "kv_lora_rank" in self.config:
             notes += (
                 "latents are whole on every tensor-parallel rank; data-parallel attention with "
-                "expert parallelism, the usual way to serve such a model, is not counted here",
+                "expert parallelism, the usual way to serve such a model, is searched with "
+                "--requests",
             )
         return notes
 
@@ -285,8 +302,10 @@ class SizeQuestion:
         gpu, engine = self.gpu, self.engine
         return {
             "model": self.config.name,
-            "tokens": self.tokens,
-            "requests": self.requests,
+            "tokens": self.load.tokens,
+            "output_tokens": self.output_tokens,
+            "shared_tokens": self.load.shared_tokens,
+            "requests": self.load.requests,
             "gpu": None if gpu is None else {"name": gpu.name, "bytes": gpu.nbytes},
             "engine": engine.name,
             "utilization": engine.utilization,
@@ -298,19 +317,28 @@ class SizeQuestion:
             "notes": list(self.notes),
         }
 
-    def load(self, requests: int) -> str:
-        return f"{plural(requests, 'request')} of {self.tokens:,} tokens"
+    # ── words ─────────────────────────────────────────────────────────────────────
+
+    def requests_of(self, requests: int) -> str:
+        """`200 requests of 8,192 tokens`."""
+        shared = self.load.shared_tokens
+        prefix = f", the first {shared:,} the same," if shared else ""
+        return f"{plural(requests, 'request')} of {self.load.tokens:,} tokens{prefix}"
 
     def gpus(self, sizing: Sizing) -> str:
         """`8 × h100 (tp 4, dp 2, bfloat16 cache)`."""
-        assert self.gpu is not None
-        split = sizing.deployment
+        split, gpu = sizing.deployment, "GPU" if self.gpu is None else self.gpu.name
         sizes = [("tp", split.tp), ("pp", split.pp), ("dp", sizing.dp)]
         parts = [f"{name} {number}" for name, number in sizes if number > 1 or name == "tp"]
-        return (
-            f"{sizing.num_gpus:,} × {self.gpu.name} "
-            f"({', '.join((*parts, f'{sizing.kv_dtype} cache'))})"
-        )
+        parts += ["experts shared"] if sizing.shares_experts else []
+        return f"{sizing.num_gpus:,} × {gpu} ({', '.join((*parts, f'{sizing.kv_dtype} cache'))})"
+
+    def narrower_cache(self) -> str:
+        """What to say where the checkpoint has a narrower cache than the one that is planned."""
+        named = quantised_cache(self.config) if self.deployment.kv_dtype is None else ""
+        if not named:
+            return ""
+        return f" The checkpoint names a quantised cache ({named}): --kv-dtype fp8 halves it."
 
     def basis(self) -> str:
         """What the answer rests on."""
@@ -329,7 +357,8 @@ class SizeQuestion:
             "tensor-parallel-size": split.tp if split.tp > 1 else None,
             "pipeline-parallel-size": split.pp if split.pp > 1 else None,
             "data-parallel-size": sizing.dp if sizing.dp > 1 else None,
-            "max-model-len": self.tokens,
+            "enable-expert-parallel": "" if sizing.shares_experts else None,
+            "max-model-len": self.load.tokens,
             "gpu-memory-utilization": engine.utilization,
             "kv-cache-dtype": split.kv_dtype and _vllm_dtype(split.kv_dtype),
             "block-size": split.block_tokens,
@@ -337,7 +366,7 @@ class SizeQuestion:
             "max-num-seqs": engine.max_num_seqs,
         }
         words = [f"--{name} {value}" for name, value in options.items() if value is not None]
-        return " \\\n    ".join((f"vllm serve {self._repository()}", *words))
+        return " \\\n    ".join((f"vllm serve {self._repository()}", *map(str.rstrip, words)))
 
     def _repository(self) -> str:
         """Where the model is: its own path, or the repository that the catalogue names."""
@@ -347,262 +376,190 @@ class SizeQuestion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitReport:
-    """How many requests fit on GPUs: for certain, and at most."""
+class SizeReport:
+    """An answer in a sentence, its figures by their keys in JSON, and further text."""
 
     question: SizeQuestion
-    low: Sizing
-    high: Sizing
-
-    @staticmethod
-    def of(question: SizeQuestion) -> "FitReport":
-        low, high = (
-            sized(
-                question.deployment,
-                usable=usable,
-                weights=question.loaded_bytes,
-                tokens=question.tokens,
-                dp=question.dp or 1,
-            )
-            for usable in question.usable(question.deployment.tp)
-        )
-        return FitReport(question=question, low=low, high=high)
-
-    @property
-    def fits(self) -> bool:
-        return self.low.max_requests > 0
-
-    @property
-    def kv_tokens(self) -> Range:
-        """Tokens in the cache, as vLLM's log says it."""
-        low, high = self.low.concurrency, self.high.concurrency
-        return int(low * self.question.tokens), int(high * self.question.tokens)
-
-    @property
-    def answer(self) -> str:
-        question, low, high = self.question, self.low, self.high
-        gpus = question.gpus(low)
-        if not self.fits:
-            return self._why_not()
-        limit = f"; rank {low.limiting.rank} is the limit" if low.deployment.pp > 1 else ""
-        most = "" if high.max_requests == low.max_requests else f", at most {high.max_requests:,},"
-        verb = "fits" if low.max_requests == 1 and not most else "fit"
-        return f"{question.load(low.max_requests)}{most} {verb} at once on {gpus}{limit}."
-
-    def _why_not(self) -> str:
-        question, low, high = self.question, self.low, self.high
-        limiting = low.limiting
-        cache, most = limiting.cache_bytes, high.limiting.cache_bytes
-        why = f"{human(limiting.weights_bytes)} of weights leave "
-        if cache > 0:
-            why += f"{human(cache)} for the cache"
-        else:
-            why += "nothing for the cache" if most <= 0 else f"at most {human(most)} for the cache"
-        others = replace(question, requests=1, dp=None).clusters()
-        hint = f" {question.gpus(others[0])} would do." if others else ""
-        return (
-            f"not one request of {question.tokens:,} tokens fits for certain on "
-            f"{question.gpus(low)}: on rank {limiting.rank} {why}.{hint}"
-        )
+    asked: Literal["fit", "memory", "cluster"]
+    answer: str
+    fits: bool
+    figures: dict[str, Any]
+    parts: tuple[str, ...]
+    command: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        low, high = self.low, self.high
-        tp = low.deployment.tp
-        return {
-            "question": "fit",
-            "answer": self.answer,
-            "fits": self.fits,
-            **self.question.as_json(),
-            **_split(low),
-            "max_requests_at_most": high.max_requests,
-            "concurrency": [round(low.concurrency, 2), round(high.concurrency, 2)],
-            "kv_tokens": list(self.kv_tokens),
-            "cache_bytes": [low.limiting.cache_bytes, high.limiting.cache_bytes],
-            "overhead": {name: list(each) for name, each in self.question.overhead(tp).items()},
-            "head_copies": low.head_copies,
-            "ranks": _ranks(low),
-            "command": self.question.command(low),
-        }
+        document = {"question": self.asked, "answer": self.answer, "fits": self.fits}
+        command = {} if self.command is None else {"command": self.command}
+        return document | self.question.as_json() | self.figures | command
 
     def __str__(self) -> str:
-        question, low, high = self.question, self.low, self.high
-        parts = [_wrapped(self.answer)]
-        if self.fits:
-            tokens, (few, many) = self.kv_tokens, (low.concurrency, high.concurrency)
-            parts.append(
-                f"KV cache: {_span(f'{tokens[0]:,}', f'{tokens[1]:,}')} tokens\n"
-                f"concurrency for {question.tokens:,} tokens per request: "
-                f"{_span(f'{few:.2f}x', f'{many:.2f}x')}"
-            )
-        parts += [_stages(low), self._terms(), *_repeated(low)]
-        return "\n\n".join((*parts, question.basis(), question.command(low)))
-
-    def _terms(self) -> str:
-        """Where the memory of one GPU goes, on the fullest rank."""
-        question = self.question
-        assert question.gpu is not None
-        share = question.engine.share(question.gpu.nbytes)
-        low, high = self.low.limiting, self.high.limiting
-        percent = f"{question.engine.utilization:.0%} of what {question.engine.name} sees"
-        if question.engine.name == "none":
-            percent = f"{question.engine.utilization:.0%} of it"
-        rows = [
-            ("one GPU", human(question.gpu.nbytes), ""),
-            (percent, human(share), ""),
-            ("weights", human(low.weights_bytes), ""),
-            *(
-                (name, human(each[0]), human(each[1]))
-                for name, each in question.overhead(self.low.deployment.tp).items()
-            ),
-            ("cache", _size(low.cache_bytes), _size(high.cache_bytes)),
-        ]
-        return table(("where it goes", "at least", "at most"), rows)
-
-
-def _size(nbytes: int) -> str:
-    return human(nbytes) if nbytes >= 0 else f"-{human(-nbytes)}"
-
-
-def _span(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryReport:
-    """How much memory a load needs on every rank."""
-
-    question: SizeQuestion
-    need: Sizing
-    fits: bool = True
-
-    @staticmethod
-    def of(question: SizeQuestion) -> "MemoryReport":
-        need = needed(
-            question.deployment,
-            weights=question.loaded_bytes,
-            tokens=question.tokens,
-            requests=question.requests or 1,
-            dp=question.dp or 1,
-        )
-        return MemoryReport(question=question, need=need)
-
-    @property
-    def nbytes(self) -> int:
-        return self.need.fullest.weights_bytes + self.need.fullest.cache_bytes
-
-    @property
-    def answer(self) -> str:
-        question, most, gpus = self.question, self.need.fullest, self.need.num_gpus
-        requests = question.requests or 1
-        return (
-            f"{question.load(requests)} at once {'needs' if requests == 1 else 'need'} "
-            f"{human(self.nbytes)} {f'on each of {gpus} GPUs' if gpus > 1 else 'on one GPU'}: "
-            f"{human(most.cache_bytes)} of cache and {human(most.weights_bytes)} of weights, "
-            "beside what the engine takes; --gpu NAME counts that too."
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        question, split = self.question, self.question.deployment
-        return {
-            "question": "memory",
-            "answer": self.answer,
-            "fits": self.fits,
-            **question.as_json(),
-            "requests": question.requests or 1,
-            "tp": split.tp,
-            "pp": split.pp,
-            "dp": self.need.dp,
-            "bytes_per_gpu": self.nbytes,
-            "limiting_rank": self.need.fullest.rank,
-            "ranks": _ranks(self.need),
-        }
-
-    def __str__(self) -> str:
-        return "\n\n".join((_wrapped(self.answer), _stages(self.need), self.question.basis()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterReport:
-    """The splits that carry a load, fewest GPUs first."""
-
-    question: SizeQuestion
-    clusters: tuple[Sizing, ...]
-
-    @staticmethod
-    def of(question: SizeQuestion) -> "ClusterReport":
-        return ClusterReport(question=question, clusters=question.clusters())
-
-    @property
-    def fits(self) -> bool:
-        return bool(self.clusters)
-
-    @property
-    def answer(self) -> str:
-        question = self.question
-        load = question.load(question.requests or 1)
-        if not self.clusters:
-            assert question.gpu is not None
-            return f"no split that was tried has room on {question.gpu.name} for {load}."
-        best = self.clusters[0]
-        return (
-            f"{question.gpus(best)} {'is' if best.num_gpus == 1 else 'are'} the fewest for {load} "
-            f"at once; {best.max_requests:,} would fit."
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        document = {
-            "question": "cluster",
-            "answer": self.answer,
-            "fits": self.fits,
-            **self.question.as_json(),
-            "clusters": [_split(each) for each in self.clusters],
-        }
-        if not self.clusters:
-            return document
-        best = self.clusters[0]
-        return document | {
-            **_split(best),
-            "head_copies": best.head_copies,
-            "ranks": _ranks(best),
-            "command": self.question.command(best),
-        }
-
-    def __str__(self) -> str:
-        question = self.question
-        if not self.clusters:
-            return "\n\n".join((_wrapped(self.answer), question.basis()))
-        best = self.clusters[0]
-        parts = (_wrapped(self.answer), self._table(), *_repeated(best))
-        return "\n\n".join((*parts, question.basis(), question.command(best)))
-
-    def _table(self) -> str:
-        columns = ("kv dtype", "GPUs", "tp", "pp", "dp", "weights", "cache", "requests")
-        rows = [
-            (
-                each.kv_dtype,
-                f"{each.num_gpus:,}",
-                str(each.deployment.tp),
-                str(each.deployment.pp),
-                str(each.dp),
-                human(each.limiting.weights_bytes),
-                human(each.limiting.cache_bytes),
-                f"{each.max_requests:,}",
-            )
-            for each in self.clusters[:SHOWN]
-        ]
-        return table(columns, rows)
-
-
-SizeReport = FitReport | MemoryReport | ClusterReport
+        parts = (_wrapped(self.answer), *self.parts, self.question.basis(), self.command)
+        return "\n\n".join(filter(None, parts))
 
 
 def size_report(question: SizeQuestion) -> SizeReport:
     """The answer: what fits on a GPU, what requests need, or the fewest GPUs for them."""
     if question.gpu is None:
-        return MemoryReport.of(question)
-    if question.requests is None:
-        return FitReport.of(question)
-    return ClusterReport.of(question)
+        return _memory(question)
+    return _fit(question, question.gpu) if question.load.requests is None else _cluster(question)
+
+
+def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
+    """How many requests fit on GPUs: for certain, and at most."""
+    load, (least, most) = question.load, question.usable(question.deployment.tp)
+    mean = replace(load, tokens=max(load.tokens - question.output_tokens // 2, 1))
+    low, high = question.sized(least), question.sized(most, mean)
+    concurrency = round(low.concurrency, 2), round(high.concurrency, 2)
+    kv_tokens = int(low.concurrency * load.tokens), int(high.concurrency * mean.tokens)
+    caches = low.limiting.cache_bytes, high.limiting.cache_bytes
+    parts = [_stages(low), _terms(question, gpu, low, high), *_repeated(low)]
+    if low.max_requests:
+        counts = (
+            f"KV cache: {_span(*(f'{n:,}' for n in kv_tokens))} tokens\n"
+            f"concurrency for {load.tokens:,} tokens per request: "
+            f"{_span(*(f'{n:.2f}x' for n in concurrency))}"
+        )
+        parts.insert(0, counts)
+    return SizeReport(
+        question=question,
+        asked="fit",
+        answer=_fitting(question, low, high) + question.narrower_cache(),
+        fits=low.max_requests > 0,
+        figures={
+            **_split(low),
+            "max_requests_at_most": high.max_requests,
+            "concurrency": list(concurrency),
+            "kv_tokens": list(kv_tokens),
+            "cache_bytes": list(caches),
+            "overhead": {k: list(v) for k, v in question.overhead(low.deployment.tp).items()},
+            "head_copies": low.head_copies,
+            "ranks": _ranks(low),
+        },
+        parts=tuple(parts),
+        command=question.command(low),
+    )
+
+
+def _fitting(question: SizeQuestion, low: Sizing, high: Sizing) -> str:
+    """That so many requests fit, or why not one does."""
+    gpus, limiting = question.gpus(low), low.limiting
+    if low.max_requests:
+        limit = f"; rank {limiting.rank} is the limit" if low.deployment.pp > 1 else ""
+        most = "" if high.max_requests == low.max_requests else f", at most {high.max_requests:,},"
+        verb = "fits" if low.max_requests == 1 and not most else "fit"
+        return f"{question.requests_of(low.max_requests)}{most} {verb} at once on {gpus}{limit}."
+    cache, most = limiting.cache_bytes, high.limiting.cache_bytes
+    left = human(cache) if cache > 0 else f"at most {human(most)}" if most > 0 else "nothing"
+    others = replace(question, load=replace(question.load, requests=1), dp=None).clusters()
+    hint = f" {question.gpus(others[0])} would do." if others else ""
+    return (
+        f"not one request of {question.load.tokens:,} tokens fits for certain on {gpus}: on rank "
+        f"{limiting.rank} {human(limiting.weights_bytes)} of weights leave {left} for the cache."
+        f"{hint}"
+    )
+
+
+def _terms(question: SizeQuestion, gpu: Gpu, low: Sizing, high: Sizing) -> str:
+    """Where the memory of one GPU goes, on the fullest rank."""
+    engine, caches = question.engine, (low.limiting.cache_bytes, high.limiting.cache_bytes)
+    seen = f"what {engine.name} sees" if engine.name != "none" else "it"
+    rows = [
+        ("one GPU", human(gpu.nbytes), ""),
+        (f"{engine.utilization:.0%} of {seen}", human(engine.share(gpu.nbytes)), ""),
+        ("weights", human(low.limiting.weights_bytes), ""),
+        *(
+            (name, human(each[0]), human(each[1]))
+            for name, each in question.overhead(low.deployment.tp).items()
+        ),
+        ("cache", *(human(n) if n >= 0 else f"-{human(-n)}" for n in caches)),
+    ]
+    return table(("where it goes", "at least", "at most"), rows)
+
+
+def _memory(question: SizeQuestion) -> SizeReport:
+    """How much memory a load needs on every rank."""
+    need = question.sized(None)
+    requests, most = question.load.requests or 1, need.fullest
+    nbytes = most.weights_bytes + most.cache_bytes
+    gpus = f"on each of {need.num_gpus} GPUs" if need.num_gpus > 1 else "on one GPU"
+    answer = (
+        f"{question.requests_of(requests)} at once {'needs' if requests == 1 else 'need'} "
+        f"{human(nbytes)} {gpus}: {human(most.cache_bytes)} of cache and "
+        f"{human(most.weights_bytes)} of weights, beside what the engine takes; --gpu NAME counts "
+        "that too."
+    )
+    split = question.deployment
+    return SizeReport(
+        question=question,
+        asked="memory",
+        answer=answer + question.narrower_cache(),
+        fits=True,
+        figures={
+            "requests": requests,
+            "tp": split.tp,
+            "pp": split.pp,
+            "dp": need.dp,
+            "bytes_per_gpu": nbytes,
+            "limiting_rank": most.rank,
+            "ranks": _ranks(need),
+        },
+        parts=(_stages(need),),
+    )
+
+
+def _cluster(question: SizeQuestion) -> SizeReport:
+    """The splits that carry a load, fewest GPUs first."""
+    found, load = question.clusters(), question.requests_of(question.load.requests or 1)
+    figures: dict[str, Any] = {"clusters": [_split(each) for each in found]}
+    if not found:
+        name = "GPU" if question.gpu is None else question.gpu.name
+        return SizeReport(
+            question=question,
+            asked="cluster",
+            answer=f"no split that was tried has room on {name} for {load}.",
+            fits=False,
+            figures=figures,
+            parts=(),
+        )
+    best = found[0]
+    answer = (
+        f"{question.gpus(best)} {'is' if best.num_gpus == 1 else 'are'} the fewest for {load} "
+        f"at once; {best.max_requests:,} would fit."
+    )
+    columns = ("kv dtype", "GPUs", "tp", "pp", "dp", "weights", "cache", "requests")
+    rows = [
+        (
+            each.kv_dtype,
+            f"{each.num_gpus:,}",
+            str(each.deployment.tp),
+            str(each.deployment.pp),
+            f"{each.dp}{' e' if each.shares_experts else ''}",
+            human(each.limiting.weights_bytes),
+            human(each.limiting.cache_bytes),
+            f"{each.max_requests:,}",
+        )
+        for each in found[:SHOWN]
+    ]
+    shared = any(each.shares_experts for each in found[:SHOWN])
+    legend = ["e: experts shared among the replicas, attention on each"] if shared else []
+    return SizeReport(
+        question=question,
+        asked="cluster",
+        answer=answer + question.narrower_cache(),
+        fits=True,
+        figures={
+            **figures,
+            **_split(best),
+            "head_copies": best.head_copies,
+            "ranks": _ranks(best),
+        },
+        parts=("\n\n".join((table(columns, rows), *legend)), *_repeated(best)),
+        command=question.command(best),
+    )
+
+
+def _span(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
 
 
 def _vllm_dtype(kv_dtype: str) -> str:
@@ -617,6 +574,7 @@ def _split(sizing: Sizing) -> dict[str, Any]:
         "tp": sizing.deployment.tp,
         "pp": sizing.deployment.pp,
         "dp": sizing.dp,
+        "shares_experts": sizing.shares_experts,
         "kv_dtype": sizing.kv_dtype,
         "max_requests": sizing.max_requests,
         "limiting_rank": sizing.limiting.rank,

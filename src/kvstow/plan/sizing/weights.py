@@ -6,43 +6,51 @@ The first of these that is known:
     formula     parameters counted from the configuration, times the bytes of one
     published   parameters as published, times the bytes of one
 
-The formula is for decoders of attention and feed-forward layers:
+The formula counts
 
     embeddings  vocabulary × width, twice where the output head is not tied
     attention   width × (query + key + value heads) × head size + query heads × head size × width
                 with a latent: down and up projections of queries, and of keys and values
+    recurrent   projections of Mamba, of a delta net, of a short convolution
     dense       3 × width × intermediate size (2 × where it is not gated)
     experts     (routed + shared) × 3 × width × expert size + width × routed, for the router
+    encoders    likewise, with attention to them in each decoder layer
 
 Norms, biases and scales are left out: less than 1 % together. Layers count in the dtype of the
 configuration's `quantization_config` where there is one, embeddings in the model's own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstow.errors import ModelError
 from kvstow.plan.checkpoint import weight_files
+from kvstow.plan.models import NOT_ORDINARY
 from kvstow.plan.models.catalogue import published
 from kvstow.plan.models.config import Config, Source, load_model
+from kvstow.plan.models.hybrid import FAMILIES, Kind
 from kvstow.plan.models.precision import element, own_dtype
 
 _NOT_GATED = frozenset(
     ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi")
 )
-_NOT_COUNTED = (
-    "compress_ratios",
-    "conv_L_cache",
-    "hybrid_override_pattern",
-    "is_encoder_decoder",
-    "layers_block_type",
-    "linear_attn_config",
-    "linear_num_value_heads",
-    "mamba_d_state",
-    "state_size",
+_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_ENCODED = ("t5", "mt5", "umt5", "whisper", "bart", "mbart", "m2m_100", "marian", "pegasus")
+_OTHERS = (
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "gemma3n_text",
+    "gemma4_text",
+    "deepseek_v32",
+    "glm_moe_dsa",
 )
-"""Keys of models that have other layers than the formula counts."""
+_COUNTED = frozenset((*_DELTA_NETS, *_ENCODED, *_OTHERS))
+"""Model types that are not ordinary, and whose layers the formula counts all the same."""
 
 _QUANTISED = {
     "fp8": Fraction(1),
@@ -63,37 +71,54 @@ _SCALES = Fraction(1, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Bytes of all weights, and in a few words where the number is from."""
+    """Bytes of all weights, in a few words where the number is from, and which part of them is
+    routed experts."""
 
     nbytes: int
     how: str
+    expert_part: Fraction = Fraction(0)
 
 
-def model_weights(model: Source, dtype: str | None = None) -> Weights:
-    """The bytes of a model's weights; with a `dtype`, of its layers in that one.
+class Parameters(NamedTuple):
+    """How many there are, by what they are of; `layers` are all but the routed experts."""
+
+    layers: int
+    experts: int
+    embeddings: int
+    vision: int = 0
+
+
+def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = None) -> Weights:
+    """The bytes of a model's weights, unless they are given; with a `dtype`, of its layers in it.
 
     Raises ModelError where neither files, configuration nor catalogue tell them.
     """
+    config = load_model(model)
+    known = published(config.name)
+    try:
+        counted, why = parameters(config), ""
+    except ModelError as error:
+        counted, why = None, str(error).partition("\n")[0].removeprefix(f"{config.name}: ")
+    part = Fraction(known.get("experts", 0), known.get("parameters", 1))
+    if counted is not None:
+        part = Fraction(counted.experts, sum(counted))
+    if nbytes is not None:
+        return Weights(nbytes=nbytes, how="as given", expert_part=part)
     nbytes = 0 if dtype else _file_bytes(model)
     if nbytes:
-        return Weights(nbytes=nbytes, how="the size of the weight files")
-    config = load_model(model)
+        return Weights(nbytes=nbytes, how="the size of the weight files", expert_part=part)
     own = Fraction(own_dtype(config).bits, 8)
     each, how = (
         (weight_bytes(dtype), f", layers in {dtype}") if dtype else _layer_bytes(config, own)
     )
-    try:
-        layers, embeddings = parameters(config)
-    except ModelError as error:
-        why = str(error).partition("\n")[0].removeprefix(f"{config.name}: ")
-    else:
-        vision = _vision(config)
+    if counted is not None:
+        vision = counted.vision
         how += f", {_spoken(vision)} of them in its vision tower" if vision else ""
         how += ", draft layers left out" if any(config.facts.get(key) for key in _DRAFT) else ""
-        nbytes = round(layers * each + (embeddings + vision) * own)
-        count = _spoken(layers + embeddings + vision)
-        return Weights(nbytes=nbytes, how=f"{count} counted from config{how}")
-    known = published(config.name)
+        layers = (counted.layers + counted.experts) * each
+        nbytes = round(layers + (counted.embeddings + vision) * own)
+        how = f"{_spoken(sum(counted))} counted from config{how}"
+        return Weights(nbytes=nbytes, how=how, expert_part=part)
     if "parameters" not in known:
         raise config.error(
             f"the size of the weights is not known: no weight files, and {why}",
@@ -101,7 +126,8 @@ def model_weights(model: Source, dtype: str | None = None) -> Weights:
         )
     nbytes = 0 if dtype else known.get("weights_bytes", 0)
     nbytes = nbytes or round(known["parameters"] * each)
-    return Weights(nbytes=nbytes, how=f"{_spoken(known['parameters'])} as published{how}")
+    how = f"{_spoken(known['parameters'])} as published{how}"
+    return Weights(nbytes=nbytes, how=how, expert_part=part)
 
 
 def weight_bytes(dtype: str) -> Fraction:
@@ -115,20 +141,47 @@ def weight_bytes(dtype: str) -> Fraction:
     return Fraction(own.bits, 8)
 
 
-def parameters(config: Config) -> tuple[int, int]:
-    """Parameters of all layers, and of the embeddings.
+def parameters(config: Config) -> Parameters:
+    """Parameters by what they are of.
 
     Raises ModelError where the formula does not apply, or lacks a fact.
     """
-    if any(config.facts.get(key) for key in _NOT_COUNTED):
+    kind = config.model_type
+    if kind not in _COUNTED and any(config.facts.get(key) for key in NOT_ORDINARY):
         raise config.error("no formula for such layers")
     vocabulary = config.count("vocab_size")
+    if kind in _ENCODED:
+        return _encoder_decoder(config, vocabulary)
     width = config.count("hidden_size", "n_embd")
-    num_layers = config.count("num_hidden_layers", "n_layer")
-    forward = sum(_forward(config, width, layer) for layer in range(num_layers))
-    attention = num_layers * _attention(config, width)
-    heads = 1 if config.flag("tie_word_embeddings", default=False) else 2
-    return forward + attention, heads * vocabulary * width
+    kinds = _kinds(config)
+    layers = sum(map(sum, (_layer(config, width, kind) for kind in kinds)))
+    forward = [_forward(config, width, i) for i in range(len(kinds))]
+    heads = 1 if config.flag("tie_word_embeddings", default="gemma" in kind) else 2
+    embeddings = heads * vocabulary * width
+    if kind == "gemma3n_text":
+        layers, embeddings = _gemma3n(config, width, layers, embeddings)
+    return Parameters(
+        layers=layers + sum(dense for dense, _ in forward),
+        experts=sum(experts for _, experts in forward),
+        embeddings=embeddings,
+        vision=_vision(config),
+    )
+
+
+def _kinds(config: Config) -> Sequence[Kind]:
+    """What each layer has; attention, where all are alike."""
+    if config.model_type in FAMILIES:
+        return FAMILIES[config.model_type].kinds(config)
+    kinds: tuple[Kind, ...] = ("attention",)
+    return kinds * config.count("num_hidden_layers", "n_layer")
+
+
+def _layer(config: Config, width: int, kind: Kind) -> tuple[int, int]:
+    """Of a layer's attention, and of what keeps its state."""
+    return (
+        _attention(config, width) if kind in ("attention", "both") else 0,
+        _state(config, width) if kind in ("state", "both") else 0,
+    )
 
 
 def _attention(config: Config, width: int) -> int:
@@ -138,19 +191,62 @@ def _attention(config: Config, width: int) -> int:
         nope, value = config.count("qk_nope_head_dim"), config.count("v_head_dim")
         queries = heads * (nope + rope)
         low = config.count("q_lora_rank") if "q_lora_rank" in config else None
-        asked = width * queries if low is None else low * (width + queries)
-        return asked + width * (latent + rope) + heads * (latent * (nope + value) + value * width)
+        down = width * queries if low is None else low * (width + queries)
+        return down + width * (latent + rope) + heads * (latent * (nope + value) + value * width)
     size = config.count("head_dim", default=width // heads)
     kv_heads = config.count("num_key_value_heads", default=heads)
-    return 2 * width * size * (heads + kv_heads)
+    gates = heads if config.model_type in _DELTA_NETS else 0
+    return width * size * (2 * heads + gates + 2 * kv_heads)
 
 
-def _forward(config: Config, width: int, layer: int) -> int:
-    """The feed-forward parameters of one layer, of all its experts."""
+def _state(config: Config, width: int) -> int:
+    """A recurrent layer: what goes in, what comes out, and what is between."""
+    if config.model_type in _DELTA_NETS:
+        heads = config.count("linear_num_value_heads")
+        value = heads * config.count("linear_value_head_dim")
+        key = config.count("linear_num_key_heads") * config.count("linear_key_head_dim")
+        return width * (2 * key + 3 * value + 2 * heads)
+    if config.model_type == "jamba":
+        inner, state = config.count("mamba_expand") * width, config.count("mamba_d_state")
+        rank = config.count("mamba_dt_rank", default=ceil(width / 16))
+        return 3 * width * inner + inner * (2 * rank + 3 * state)
+    return 4 * width * width  # a short convolution, gated twice
+
+
+def _encoder_decoder(config: Config, vocabulary: int) -> Parameters:
+    """T5 and Whisper: layers of both, attention to the encoder, one table of embeddings."""
+    width = config.count("d_model")
+    heads = config.count("num_heads", "decoder_attention_heads")
+    attention = 4 * width * heads * config.count("d_kv", default=width // heads)
+    inner = config.count("d_ff", "decoder_ffn_dim")
+    is_gated = config.text("feed_forward_proj", "").startswith("gated")
+    forward = (3 if is_gated else 2) * width * inner
+    encoder = config.count("num_layers", "encoder_layers")
+    decoder = config.count("num_decoder_layers", "decoder_layers", default=encoder)
+    layers = encoder * (attention + forward) + decoder * (2 * attention + forward)
+    heads = 1 if config.flag("tie_word_embeddings", default=True) else 2
+    return Parameters(layers=layers, experts=0, embeddings=heads * vocabulary * width)
+
+
+def _gemma3n(config: Config, width: int, layers: int, embeddings: int) -> tuple[int, int]:
+    """Layers and embeddings, with a second table that has a row of each layer for each token."""
+    count = config.count("num_hidden_layers")
+    each = config.count("hidden_size_per_layer_input", default=256)
+    rank, streams = config.count("laurel_rank", default=64), config.count("altup_num_inputs")
+    layers += count * width * (3 * each + 2 * rank) + 2 * (streams - 1) * width * width
+    table = config.count("vocab_size_per_layer_input", default=262_144) * count * each
+    return layers, embeddings + table
+
+
+def _forward(config: Config, width: int, layer: int) -> tuple[int, int]:
+    """The feed-forward parameters of one layer, without its routed experts, and those."""
     routed = config.present("num_experts", "num_local_experts", "n_routed_experts")
     if routed is None or not _has_experts(config, layer):
-        dense = config.count("intermediate_size_mlp", "intermediate_size", default=4 * width)
-        return (2 if config.model_type in _NOT_GATED else 3) * width * dense
+        dense = config.facts.get("intermediate_size")
+        if isinstance(dense, list):
+            return 3 * width * config.counts("intermediate_size")[layer], 0
+        inner = config.count("intermediate_size_mlp", "intermediate_size", default=4 * width)
+        return (2 if config.model_type in _NOT_GATED else 3) * width * inner, 0
     experts = config.count(routed)
     size = config.count("moe_intermediate_size", "intermediate_size")
     shared = config.count("n_shared_experts", default=0, least=0) * size
@@ -158,13 +254,19 @@ def _forward(config: Config, width: int, layer: int) -> int:
         shared = size
     if "shared_expert_intermediate_size" in config:
         shared = config.count("shared_expert_intermediate_size")
-    return 3 * width * (experts * size + shared) + width * experts
+    return width * (3 * shared + experts), 3 * width * experts * size
 
 
 def _has_experts(config: Config, layer: int) -> bool:
     dense = config.facts.get("first_k_dense_replace")
-    step = config.count("interleave_moe_layer_step", "decoder_sparse_step", default=1)
-    return layer >= (dense if isinstance(dense, int) else 0) and (layer + 1) % step == 0
+    if layer < (dense if isinstance(dense, int) else 0):
+        return False
+    if "expert_layer_period" in config:
+        offset = config.count("expert_layer_offset", default=0, least=0)
+        return layer % config.count("expert_layer_period") == offset
+    return (layer + 1) % config.count(
+        "interleave_moe_layer_step", "decoder_sparse_step", default=1
+    ) == 0
 
 
 def _layer_bytes(config: Config, own: Fraction) -> tuple[Fraction, str]:
@@ -198,9 +300,9 @@ def _vision(config: Config) -> int:
         return 0
     vision = config.inner("vision_config")
     try:
-        width = vision.count("hidden_size", "embed_dim")
-        inner = vision.count("intermediate_size", default=4 * width)
-        depth = vision.count("num_hidden_layers", "depth")
+        width = vision.count("hidden_size", "embed_dim", "vt_hidden_size")
+        inner = vision.count("intermediate_size", "vt_intermediate_size", default=4 * width)
+        depth = vision.count("num_hidden_layers", "depth", "vt_num_hidden_layers")
     except ModelError:
         return 0
     return depth * (4 * width + 3 * inner) * width
