@@ -59,7 +59,7 @@ def test_the_answer_begins_with_times_and_says_what_was_assumed() -> None:
     command = ["simulate", "gpt-oss-20b", "--memory", "1GiB", "--requests", "9"]
     text = CliRunner().invoke(app, command).stdout
     assert text.startswith("gpt-oss-20b: 9 requests of chat, 4 per second\n")
-    assert "first token after, median" in text.splitlines()[3]
+    assert "first token after, median" in text.splitlines()[4]
     assert "rates are assumed" in " ".join(text.split())
     told = CliRunner().invoke(app, [*command, "--prefill-rate", "500", "--rate", "inf"]).stdout
     assert told.startswith("gpt-oss-20b: 9 requests of chat, all at once\n")

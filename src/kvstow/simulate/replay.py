@@ -96,28 +96,19 @@ class Waste:
         return self.needed + self.padding + self.fragmentation + self.rounding
 
 
-class WasteMeter:
-    """Measures a ledger's bytes."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._page = [rows.group.page_bytes for rows in layout.groups]
-        self._stride = [layout.row_stride(g) for g in range(len(layout.groups))]
-
-    def read(self, ledger: Ledger) -> Waste:
-        """The bytes in use now."""
-        needed = padding = fragmentation = rounding = 0.0
-        for g, group in enumerate(ledger.groups):
-            held = ledger.pool.num_held(g)
-            page, stride = self._page[g], self._stride[g]
-            padding += held * (stride - page)
-            fragmentation += ledger.pool.num_stranded(g) * stride
-            if isinstance(group.retention, State | Encoder):
-                needed += held * page
-                continue
+def waste_of(ledger: Ledger, layout: Layout) -> Waste:
+    """The bytes in use now."""
+    needed = padding = fragmentation = rounding = 0.0
+    for g, group in enumerate(ledger.groups):
+        rows, page, stride = ledger.pool.num_held(g), group.page_bytes, layout.row_stride(g)
+        padding += rows * (stride - page)
+        fragmentation += ledger.pool.num_stranded(g) * stride
+        unfilled = 0.0
+        if not isinstance(group.retention, State | Encoder):
             unfilled = ledger.unfilled_tokens(g) / group.block_tokens * page
-            rounding += unfilled
-            needed += held * page - unfilled
-        return Waste(needed, padding, fragmentation, rounding)
+        rounding += unfilled
+        needed += rows * page - unfilled
+    return Waste(needed, padding, fragmentation, rounding)
 
 
 def shares(samples: list[Waste]) -> dict[str, float]:
@@ -205,50 +196,47 @@ class ReplayRecord:
     """From token to token, the mean of every request that is complete."""
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingRequest:
-    """A request, and how many tokens it has to compute before it goes on decoding."""
-
-    number: int
-    request: TraceRequest
-    target: int
-
-
 @dataclass(slots=True)
-class RunningRequest:
-    """A request in the engine: `target` tokens before it decodes, `end` in all."""
+class ReplayedRequest:
+    """A request that waits, or that runs under a handle of the ledger.
+
+    `target` tokens are computed before it decodes: its prompt, and what it had answered when it
+    was preempted.
+    """
 
     number: int
     request: TraceRequest
-    handle: int
-    num_tokens: int
     target: int
-    end: int
+    handle: int = -1
+    num_tokens: int = 0
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_tokens >= self.target
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_tokens >= self.request.num_tokens
 
 
 class Replay:
     """One layout's ledger and the requests that run on it."""
 
     def __init__(self, layout: Layout, trace: Sequence[TraceRequest], pace: Pace) -> None:
-        shared = any(request.prefixes or request.output for request in trace)
         self.layout = layout
         self.pace = pace
-        self.ledger = Ledger(Pool(layout), caching=shared)
+        self._has_names = any(request.prefixes or request.output for request in trace)
+        self.ledger = Ledger(Pool(layout), caching=self._has_names)
         self.record = ReplayRecord()
-        self._worded = shared
-        self._waiting = deque(WaitingRequest(i, r, r.prompt_tokens) for i, r in enumerate(trace))
+        self.seconds = 0.0
+        self._waiting = deque(ReplayedRequest(i, r, r.prompt_tokens) for i, r in enumerate(trace))
         self._arrivals = [request.arrival for request in trace]
-        self._running: list[RunningRequest] = []
-        self._meter = WasteMeter(layout)
-        self._step = 0
-        self._now = 0.0
-        self._budget = 0
-        self._decoded = 0
-        self._prefilled = 0
+        self._running: list[ReplayedRequest] = []
+        self._step = self._budget = self._decoded = self._prefilled = 0
         self._first_tokens: dict[int, float] = {}
         self._strides = [layout.row_stride(g) for g in range(len(layout.groups))]
         states = [g.block_tokens for g in self.ledger.groups if isinstance(g.retention, State)]
-        self._boundary = min(states) if states and shared else 0
+        self._boundary = min(states) if states and self._has_names else 0
         self._check_longest_fits(trace)
 
     def _check_longest_fits(self, trace: Sequence[TraceRequest]) -> None:
@@ -285,7 +273,7 @@ class Replay:
         requests done and all."""
         total = len(self._waiting)
         while self._waiting or self._running:
-            if self._now >= max_seconds or (max_steps is not None and self._step >= max_steps):
+            if self.seconds >= max_seconds or (max_steps is not None and self._step >= max_steps):
                 break
             self.step()
             if progress and self._step % self.pace.sample_steps == 0:
@@ -294,35 +282,29 @@ class Replay:
             progress(self.record.completed, total)
         return self.record
 
-    @property
-    def seconds(self) -> float:
-        return self._now
-
     def step(self) -> None:
         if not self._running and self._waiting:
-            self._now = max(self._now, self._waiting[0].request.arrival)
+            self.seconds = max(self.seconds, self._waiting[0].request.arrival)
         self._budget = self.pace.prefill_tokens
         self._decoded = self._prefilled = 0
         self._advance()
         self._admit_all()
-        end = self._now + self.pace.seconds(decoded=self._decoded, prefilled=self._prefilled)
+        end = self.seconds + self.pace.seconds(decoded=self._decoded, prefilled=self._prefilled)
         self._time(end)
         self._finish()
         if self._step % self.pace.sample_steps == 0:
             self._sample()
         self._step += 1
-        self._now = self.record.seconds = end
+        self.seconds = self.record.seconds = end
 
     # ── one step ──────────────────────────────────────────────────────────────────
 
     def _advance(self) -> None:
         """One more token, or one more chunk of its prompt, for every request."""
-        goals: list[int] = []
-        for run in self._running:
-            if run.num_tokens >= run.target:
-                goals.append(run.num_tokens + 1)
-            else:
-                goals.append(self._chunk_end(run.num_tokens, run.target))
+        goals = [
+            run.num_tokens + 1 if run.is_decoding else self._chunk_end(run.num_tokens, run.target)
+            for run in self._running
+        ]
         while self._running:
             try:
                 self.ledger.grow([run.handle for run in self._running], goals)
@@ -332,13 +314,11 @@ class Replay:
             else:
                 break
         for run, goal in zip(self._running, goals, strict=True):
-            done = run.num_tokens >= run.target
-            if done:
-                self._decoded += 1
-            else:
-                self._prefilled += goal - run.num_tokens
+            was_decoding = run.is_decoding
+            self._decoded += was_decoding
+            self._prefilled += 0 if was_decoding else goal - run.num_tokens
             run.num_tokens = goal
-            if not done and goal >= run.target:
+            if run.is_decoding and not was_decoding:
                 self._measure_runs(run.handle)
 
     def _chunk_end(self, start: int, target: int) -> int:
@@ -352,25 +332,24 @@ class Replay:
     def _preempt(self) -> None:
         run = self._running.pop()
         self.ledger.release(run.handle)
-        target = max(run.request.prompt_tokens, run.num_tokens)
-        self._waiting.appendleft(WaitingRequest(run.number, run.request, target))
+        run.target = max(run.request.prompt_tokens, run.num_tokens)
+        self._waiting.appendleft(run)
         self.record.preemptions += 1
 
     def _admit_all(self) -> None:
         while self._waiting and self._budget > 0:
-            waiting = self._waiting[0]
-            if waiting.request.arrival > self.seconds:
+            run = self._waiting[0]
+            if run.request.arrival > self.seconds:
                 return
-            needs = self._needs(waiting.target)
+            needs = self._needs(run.target)
             if self._running and self._load_with(needs) > self.pace.load:
                 return
             try:
                 self.ledger.pool.check_room(needs)
-                run = self._admitted(waiting)
+                self._admit(run)
             except OutOfBlocks:
                 return
-            self._waiting.popleft()
-            self._running.append(run)
+            self._running.append(self._waiting.popleft())
 
     def _load_with(self, needs: dict[int, int]) -> float:
         """The part of the arena that would be held with so many rows more."""
@@ -379,33 +358,29 @@ class Replay:
         )
         return held / self.layout.nbytes
 
-    def _admitted(self, waiting: WaitingRequest) -> RunningRequest:
-        request, target = waiting.request, waiting.target
-        known = prompt_of(waiting.number, request, target) if self._worded else target
+    def _admit(self, run: ReplayedRequest) -> None:
+        target = run.target
+        prompt = prompt_of(run.number, run.request, target) if self._has_names else target
         first = self._chunk_end(0, target)
-        admission = self.ledger.admit(known, num_tokens=first)
-        start = max(first, admission.hit_tokens)
-        self._prefilled += start - admission.hit_tokens
-        if target == request.prompt_tokens:
+        admission = self.ledger.admit(prompt, num_tokens=first)
+        run.handle, run.num_tokens = admission.request, max(first, admission.hit_tokens)
+        self._prefilled += run.num_tokens - admission.hit_tokens
+        if target == run.request.prompt_tokens:
             self.record.prompt_tokens += target
             self.record.hit_tokens += admission.hit_tokens
-        if start >= target:
-            self._measure_runs(admission.request)
-        return RunningRequest(
-            waiting.number, request, admission.request, start, target, request.num_tokens
-        )
+        if run.is_decoding:
+            self._measure_runs(run.handle)
 
     def _finish(self) -> None:
-        done = [run for run in self._running if run.num_tokens >= run.end]
-        if not done:
-            return
+        done = [run for run in self._running if run.is_complete]
         for run in done:
             if run.request.output:
                 tokens = output_of(run.number, run.request)
                 self.ledger.append(run.handle, tokens[run.target - run.request.prompt_tokens :])
-        self.ledger.release([run.handle for run in done])
-        self.record.completed += len(done)
-        self._running = [run for run in self._running if run.num_tokens < run.end]
+        if done:
+            self.ledger.release([run.handle for run in done])
+            self.record.completed += len(done)
+            self._running = [run for run in self._running if not run.is_complete]
 
     # ── what is written down ──────────────────────────────────────────────────────
 
@@ -413,10 +388,10 @@ class Replay:
         """First tokens and last tokens of the step that ends then."""
         self.record.output_tokens += self._decoded
         for run in self._running:
-            if run.num_tokens >= run.target and run.number not in self._first_tokens:
+            if run.is_decoding and run.number not in self._first_tokens:
                 self._first_tokens[run.number] = end
                 self.record.first_token_seconds.append(end - run.request.arrival)
-            if run.num_tokens >= run.end:
+            if run.is_complete:
                 first = self._first_tokens.pop(run.number)
                 self.record.token_seconds.append((end - first) / run.request.output_tokens)
 
@@ -437,7 +412,7 @@ class Replay:
                 self.seconds,
                 len(self._running),
                 arrived - self.record.completed - len(self._running),
-                self._meter.read(self.ledger),
+                waste_of(self.ledger, self.layout),
                 cached,
             )
         )

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from kvstow.plan.view import ceil_div
 from kvstow.simulate.replay import Pace, ReplayRecord, ReplaySample, shares
-from kvstow.text import human, plural
+from kvstow.text import human, plural, table
 
 ASSUMED = " These rates are assumed: give those of your engine."
 
@@ -85,18 +85,13 @@ class SimulationReport:
     def __str__(self) -> str:
         when = "all at once" if self.rate == float("inf") else f"{self.rate:.3g} per second"
         head = f"{self.model}: {plural(self.num_requests, 'request')} of {self.trace}, {when}"
-        lines = [(name, *map(of, self.policies.values())) for name, of in _LINES.items()]
-        widths = [
-            max(map(len, column)) for column in zip(("", *self.policies), *lines, strict=True)
-        ]
-        rows = [_row(line, widths) for line in (("", *self.policies), *lines)]
         pace = f"{self.pace}{ASSUMED if self.pace == Pace() else ''}"
-        return "\n".join([head, "", *rows, "", *wrap(pace, 80)])
+        figures = table(("", *self.policies), self.lines())
+        return "\n".join([head, "", figures, "", *wrap(pace, 80)])
 
-
-def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
-    figures = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-    return "   ".join([cells[0].ljust(widths[0]), *figures])
+    def lines(self) -> list[tuple[str, ...]]:
+        """Every figure by its name, with a text for each policy."""
+        return [(name, *map(of, self.policies.values())) for name, of in _LINES.items()]
 
 
 def _percent(value: float) -> str:

@@ -79,19 +79,18 @@ AZURE_HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests of a file: JSON lines of our own or of Mooncake, or Azure's table.
+    """The requests of a file, by arrival: JSON lines of our own or of Mooncake, or Azure's table.
 
-    Empty lines are skipped. Requests of the two public formats are sorted by arrival, and
-    the first of them arrives at 0.
+    Empty lines are skipped. Of the two public formats, the first request arrives at 0.
     """
     lines = _lines(path)
     first = next((line for line in lines if line.strip()), b"")
     if first.removeprefix(b"\xef\xbb\xbf").strip() == AZURE_HEADER:
-        requests = _from_zero(_public(path, lines, _azure))
+        requests = _from_zero(_decoded(path, lines, _azure))
     elif b'"input_length"' in first:
-        requests = _from_zero(_public(path, lines, _mooncake))
+        requests = _from_zero(_decoded(path, lines, _mooncake))
     else:
-        requests = list(_decoded(path, lines))
+        requests = _decoded(path, lines, msgspec.json.Decoder(TraceRequest).decode)
     if not requests:
         raise TraceError(f"{path}: no requests in it")
     return requests
@@ -114,22 +113,28 @@ def _lines(path: Path) -> list[bytes]:
     return lines
 
 
-def _from_zero(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
-    found = sorted(requests, key=lambda request: request.arrival)
-    start = found[0].arrival if found else 0.0
-    return [msgspec.structs.replace(each, arrival=each.arrival - start) for each in found]
-
-
-def _public(
-    path: Path, lines: list[bytes], read: Callable[[bytes], TraceRequest]
-) -> Iterator[TraceRequest]:
+def _decoded(
+    path: Path, lines: list[bytes], decode: Callable[[bytes], TraceRequest]
+) -> list[TraceRequest]:
+    """The requests of all lines that have one, by arrival."""
+    requests: list[TraceRequest] = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or AZURE_HEADER in line:
             continue
         try:
-            yield read(line)
+            requests.append(decode(line))
         except (msgspec.DecodeError, ValueError) as error:
-            raise TraceError(f"{path}:{number}: {error}") from error
+            raise TraceError(
+                f"{path}:{number}: {error}\n\nhint: one JSON object per line with arrival, "
+                "prompt_tokens, output_tokens and optionally prefixes; or Mooncake's lines; or "
+                "Azure's table"
+            ) from error
+    return sorted(requests, key=lambda request: request.arrival)
+
+
+def _from_zero(requests: list[TraceRequest]) -> list[TraceRequest]:
+    start = requests[0].arrival if requests else 0.0
+    return [msgspec.structs.replace(each, arrival=each.arrival - start) for each in requests]
 
 
 class MooncakeRequest(msgspec.Struct, frozen=True):
@@ -142,17 +147,17 @@ class MooncakeRequest(msgspec.Struct, frozen=True):
 
 
 def _mooncake(line: bytes) -> TraceRequest:
-    asked = msgspec.json.decode(line, type=MooncakeRequest)
-    starts = range(0, asked.input_length, MOONCAKE_TOKENS)
-    named = [
-        (f"mooncake-{each}", min(MOONCAKE_TOKENS, asked.input_length - start))
-        for each, start in zip(asked.hash_ids, starts, strict=False)
+    request = msgspec.json.decode(line, type=MooncakeRequest)
+    starts = range(0, request.input_length, MOONCAKE_TOKENS)
+    prefixes = [
+        (f"mooncake-{each}", min(MOONCAKE_TOKENS, request.input_length - start))
+        for each, start in zip(request.hash_ids, starts, strict=False)
     ]
     return TraceRequest(
-        arrival=asked.timestamp / 1000,
-        prompt_tokens=max(1, asked.input_length),
-        output_tokens=max(1, asked.output_length),
-        prefixes=tuple(named),
+        arrival=request.timestamp / 1000,
+        prompt_tokens=max(1, request.input_length),
+        output_tokens=max(1, request.output_length),
+        prefixes=tuple(prefixes),
     )
 
 
@@ -164,28 +169,6 @@ def _azure(line: bytes) -> TraceRequest:
     seconds = (time.replace(tzinfo=time.tzinfo or UTC) - EPOCH).total_seconds()
     prompt, output = max(1, int(cells[1])), max(1, int(cells[2]))
     return TraceRequest(arrival=seconds, prompt_tokens=prompt, output_tokens=output)
-
-
-def _decoded(path: Path, lines: list[bytes]) -> Iterator[TraceRequest]:
-    decoder = msgspec.json.Decoder(TraceRequest)
-    before = 0.0
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            request = decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise TraceError(
-                f"{path}:{number}: {error}\n\nhint: one JSON object per line with arrival, "
-                "prompt_tokens, output_tokens and, if you like, prefixes"
-            ) from error
-        if request.arrival < before:
-            raise TraceError(
-                f"{path}:{number}: arrives at {request.arrival} s, the one before at {before} s"
-                "\n\nhint: sort the lines by arrival"
-            )
-        before = request.arrival
-        yield request
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
@@ -215,8 +198,6 @@ def synthetic(mix: str, *, num_requests: int, rate: float, seed: int) -> list[Tr
     document    long prompts, short answers; one in three asks again about a recent document
     single      prompts around 700 tokens, answers around 250; nothing shared
     """
-    if mix not in MIXES:
-        raise TraceError(f"no mix {mix!r}; there are {', '.join(MIXES)}")
     if not 1 <= num_requests <= MAX_REQUESTS or not rate > 0:
         raise TraceError(
             f"{num_requests} requests at {rate} per second make no trace\n\n"
@@ -236,6 +217,8 @@ def synthetic(mix: str, *, num_requests: int, rate: float, seed: int) -> list[Tr
             requests = _documents(rng, arrivals)
         case "single":
             requests = _single(rng, arrivals)
+        case _:
+            raise TraceError(f"no mix {mix!r}; there are {', '.join(MIXES)}")
     return list(islice(requests, num_requests))
 
 
@@ -317,10 +300,9 @@ VOCABULARY = 100_000
 def prompt_of(number: int, request: TraceRequest, num_tokens: int) -> Prompt:
     """The first `num_tokens` tokens of request `number`, outputs included where it is longer
     than its prompt."""
-    named = [_part(name, tokens) for name, tokens in request.prefixes]
     own = request.prompt_tokens - request.shared_tokens
-    parts = [*named, _part(f"own {number}", own), output_of(number, request)]
-    return Prompt.of(np.concatenate(parts)[:num_tokens])
+    parts = [_part(*each) for each in (*request.prefixes, (f"own {number}", own))]
+    return Prompt.of(np.concatenate([*parts, output_of(number, request)])[:num_tokens])
 
 
 def output_of(number: int, request: TraceRequest) -> Tokens:
