@@ -90,7 +90,7 @@ def test_padding_is_drawn_as_padding():
 def test_a_picture_says_what_it_shows_and_escapes_names():
     layout = packed(grouped(tiny()), num_slabs=2, site=Site(model='<b>"&model'))
     root = ElementTree.fromstring(layout_svg(layout))
-    assert root.find(f"{SVG}title").text == '<b>"&model: one slab of 64 bytes'
+    assert root.find(f"{SVG}title").text == '<b>"&model: one slab, 64 bytes: one row'
     assert root.get("role") == "img"
     assert int(root.get("height")) >= 3 * BAR_HEIGHT
 

@@ -14,8 +14,10 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Site, packed, separate, union
 from kvstow.plan.retention import Full, Window
 from kvstow.plan.spec import LayerSpec
+from kvstow.plan.view import Run
 from kvstow.render import text
-from kvstow.render.text import Mark, Ruler, are_rows, rows_picture, short_name, slab_picture
+from kvstow.render.bars import Bar, are_rows, short_name
+from kvstow.render.text import Ruler, rows_picture, slab_picture
 from planning import attention, layouts, recurrent
 
 
@@ -169,12 +171,16 @@ def test_very_long_names_leave_room_for_the_picture():
             assert max(map(len, picture.splitlines())) <= 80
 
 
-def test_a_ruler_names_as_many_marks_as_fit_at_even_steps():
+def bars(names, *, parts=()):
+    """Bars of equal length on 100 bytes."""
+    each = 100 // len(names)
+    return [Bar(Run(i * each, each), "", name, parts) for i, name in enumerate(names)]
+
+
+def test_a_ruler_names_as_many_bars_as_fit_at_even_steps():
     ruler = Ruler(nbytes=100, width=20)
-    marks = [Mark(10 * i, str(i), f"item {i}") for i in range(10)]
-    assert ruler.drawn(marks, end=100) == "│0│1│2│3│4│5│6│7│8│9│"
-    marks = [Mark(5 * i, str(i), f"item {i}") for i in range(20)]
-    assert ruler.drawn(marks, end=100) == "│0   │5   │10  │15  │"
-    assert ruler.drawn(marks[:1], end=100) == "│ item 0            │"
-    assert ruler.drawn([Mark(0, "0", "row 0", ("a", "b"))], end=100) == "│ row 0: a b        │"
-    assert ruler.drawn([Mark(0, "0", "row", ("abcdef",) * 3)], end=100) == "│ row: abcdef …     │"
+    assert ruler.drawn(bars([(f"item {i}", str(i)) for i in range(10)])) == "│0│1│2│3│4│5│6│7│8│9│"
+    assert ruler.drawn(bars([(f"item {i}", str(i)) for i in range(20)])) == "│0   │5   │10  │15  │"
+    assert ruler.drawn(bars([("item 0", "0")])) == "│ item 0            │"
+    assert ruler.drawn(bars([("row 0", "0")], parts=("a", "b"))) == "│ row 0: a b        │"
+    assert ruler.drawn(bars([("row", "0")], parts=("abcdef",) * 3)) == "│ row: abcdef …     │"

@@ -7,12 +7,14 @@
 
 import errno
 import json as json_format
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
+from math import inf
 from pathlib import Path
 from shlex import join
 from textwrap import fill
@@ -210,8 +212,8 @@ def write_file(file: Path, content: str | bytes, what: str) -> None:
 
 
 def slow_progress(what: str, *, every: float = 2.0) -> Callable[[int, int | None], None]:
-    """Says on stderr how far something is, a line every so many seconds."""
-    last = time.monotonic()
+    """Says on stderr, if that is a terminal, how far something is, every so many seconds."""
+    last = time.monotonic() if sys.stderr.isatty() else inf
 
     def progress(done: int, total: int | None) -> None:
         nonlocal last

@@ -1,5 +1,6 @@
 """Layouts, routes and simulations made visible: in a terminal, as SVG, as pages.
 
+bars           what pictures of a layout show, line by line
 text           rows and slabs to scale, as lines of text
 svg            a layout as one picture
 page           self-contained HTML: markup, style, script and numbers in one file

@@ -8,11 +8,12 @@ per layer   the same block where every layer is a tensor of its own: many copies
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate, cycle
 
-from kvstow.plan.layout import Layout, page_runs
+from kvstow.plan.layout import Layout
 from kvstow.plan.retention import in_words
 from kvstow.plan.view import Run
-from kvstow.render.text import are_rows, short_name
+from kvstow.render.bars import Bar, are_rows, group_bars, has_slabs, page_bars, picture_title
 from kvstow.text import plural
 
 WIDTH = 960
@@ -37,6 +38,9 @@ LETTER = 7.2
 GAPS = 0.35
 """The part of a line that is left empty between bars that are not together."""
 
+THIN = ' stroke="none" style="stroke:none"'
+"""A bar of a few pixels is all fill: an edge would hide it."""
+
 _DOCUMENT = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" \
 height="{height}" role="img" aria-labelledby="what">
@@ -60,19 +64,10 @@ patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6"/></pattern></def
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """Some bytes of a line: where they lie, how they look, and what they are."""
-
-    run: Run
-    style: str
-    names: tuple[str, ...]
-    title: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BarLine:
-    """Bars of `[0, nbytes)`, and words above them at the left and at the right."""
+    """Bars of `[0, nbytes)` of one group, and words above them at the left and at the right."""
 
+    g: int
     name: str
     detail: str
     nbytes: int
@@ -81,7 +76,7 @@ class BarLine:
 
 def layout_svg(layout: Layout, *, width: int = WIDTH) -> str:
     """The picture as a document of its own; it follows the reader's colour scheme."""
-    heading = _heading(layout)
+    heading = f"{layout.model}: {picture_title(layout)}"
     lines = [_group_line(layout, g) for g in range(len(layout.groups))]
     if are_rows(layout):
         lines += [_row_line(layout), _per_layer_line(layout)]
@@ -102,133 +97,52 @@ def _fills(scheme: int) -> str:
     return " ".join(f".g{i} {{ fill: {pair[scheme]}; }}" for i, pair in enumerate(COLOURS))
 
 
-def _has_slabs(layout: Layout) -> bool:
-    return are_rows(layout) and len(layout.sharing) == 1
-
-
-def _heading(layout: Layout) -> str:
-    if _has_slabs(layout):
-        turns = ": the groups take turns owning it" if len(layout.groups) > 1 else ""
-        return f"{layout.model}: one slab of {layout.slab_bytes:,} bytes{turns}"
-    where = "every group has its own part" if are_rows(layout) else "a block is in several places"
-    return f"{layout.model}: the arena of {layout.nbytes:,} bytes, where {where}"
-
-
 # ── lines ─────────────────────────────────────────────────────────────────────────────
 
 
 def _group_line(layout: Layout, g: int) -> BarLine:
     """The rows of one slab, or the group's parts of the arena."""
-    group = layout.groups[g].group
-    has_slabs = _has_slabs(layout)
-    number = layout.groups[g].rows_per_slab if has_slabs else layout.num_blocks(g)
+    group, number = layout.groups[g].group, plural(layout.num_blocks(g), "block")
+    if has_slabs(layout):
+        number = plural(layout.groups[g].rows_per_slab, "row")
     return BarLine(
+        g=g,
         name=f"{group.name}: keeps {in_words(group.retention)}",
-        detail=f"{plural(number, 'row' if has_slabs else 'block')} of {group.block_tokens:,} "
-        "tokens",
-        nbytes=layout.slab_bytes if has_slabs else layout.nbytes,
-        bars=_rows(layout, g) if has_slabs else _parts(layout, g),
+        detail=f"{number} of {group.block_tokens:,} tokens",
+        nbytes=layout.slab_bytes if has_slabs(layout) else layout.nbytes,
+        bars=group_bars(layout, g),
     )
-
-
-def _rows(layout: Layout, g: int) -> list[Bar]:
-    name, nbytes, stride = layout.groups[g].group.name, layout.row_bytes(g), layout.row_stride(g)
-    bars: list[Bar] = []
-    for row in range(layout.groups[g].rows_per_slab):
-        start = row * stride
-        bars.append(
-            Bar(
-                run=Run(start, nbytes),
-                style=_style(g, row),
-                names=(f"row {row}", str(row)),
-                title=f"{name}, row {row}: {nbytes:,} bytes at {start:,}",
-            )
-        )
-        if stride > nbytes:
-            bars.append(_padding(Run(start + nbytes, stride - nbytes)))
-    return bars
-
-
-def _parts(layout: Layout, g: int) -> list[Bar]:
-    strips = sorted(layout.footprints[g].strips, key=lambda strip: strip.offset)
-    return [
-        Bar(
-            run=Run(strip.offset, strip.stride * strip.count),
-            style=_style(g, i),
-            names=(),
-            title=f"{layout.groups[g].group.name}, part {i + 1} of {len(strips)}: "
-            f"{strip.stride * strip.count:,} bytes at {strip.offset:,}",
-        )
-        for i, strip in enumerate(strips)
-    ]
 
 
 def _row_line(layout: Layout) -> BarLine:
     """One block of the first group: its pages in one piece."""
-    stride = layout.row_stride(0)
-    bars, end = list[Bar](), 0
-    for page in _pages(layout):
-        if page.run.offset > end:
-            bars.append(_padding(Run(end, page.run.offset - end)))
-        bars.append(page)
-        end = page.run.end
-    if stride > end:
-        bars.append(_padding(Run(end, stride - end)))
+    group = layout.groups[0].group
     return BarLine(
-        name=f"one block of {layout.groups[0].group.name}, widened: the pages of "
-        f"{plural(len(layout.groups[0].group.layers), 'layer')}",
+        g=0,
+        name=f"one block of {group.name}, widened: the pages of "
+        f"{plural(len(group.layers), 'layer')}",
         detail=f"one copy of {layout.row_bytes(0):,} bytes",
-        nbytes=stride,
-        bars=bars,
+        nbytes=layout.row_stride(0),
+        bars=page_bars(layout, 0),
     )
 
 
 def _per_layer_line(layout: Layout) -> BarLine:
     """The same pages, apart."""
-    group = layout.groups[0].group
-    pages = _pages(layout)
-    room = sum(page.run.nbytes for page in pages)
-    gap = int(room * GAPS) // max(1, len(pages) - 1)
-    bars, end = list[Bar](), 0
-    for page in pages:
-        bars.append(
-            Bar(run=Run(end, page.run.nbytes), style=page.style, names=(), title=page.title)
-        )
-        end += page.run.nbytes + gap
+    layers = layout.groups[0].group.layers
+    gap = int(GAPS * sum(layer.page_bytes for layer in layers)) // max(1, len(layers) - 1)
+    starts = accumulate((layer.page_bytes + gap for layer in layers), initial=0)
+    bars = [
+        Bar(Run(start, layer.page_bytes), f"{layer.name}: {layer.page_bytes:,} bytes")
+        for layer, start in zip(layers, starts, strict=False)
+    ]
     return BarLine(
+        g=0,
         name="the same block with one tensor per layer",
-        detail=f"{plural(group.num_tensors, 'copy')} from as many places",
-        nbytes=max(1, end - gap),
+        detail=f"{plural(layout.groups[0].group.num_tensors, 'copy')} from as many places",
+        nbytes=bars[-1].run.end,
         bars=bars,
     )
-
-
-def _pages(layout: Layout) -> list[Bar]:
-    """The pages of the first group's row, from its start, ascending."""
-    rows, base = layout.groups[0], layout.footprints[0].strips[0].offset
-    found = [
-        (run, layer)
-        for layer, place in zip(rows.group.layers, rows.placements, strict=True)
-        for run in page_runs(layer, place)
-    ]
-    found.sort(key=lambda pair: pair[0])
-    return [
-        Bar(
-            run=Run(run.offset - base, run.nbytes),
-            style=_style(0, i),
-            names=(short_name(layer),),
-            title=f"{layer.name}: {run.nbytes:,} bytes at {run.offset - base:,} of the row",
-        )
-        for i, (run, layer) in enumerate(found)
-    ]
-
-
-def _padding(run: Run) -> Bar:
-    return Bar(run=run, style="pad", names=(), title=f"padding: {run.nbytes:,} bytes")
-
-
-def _style(g: int, position: int) -> str:
-    return f"g{g % len(COLOURS)}" + (" odd" if position % 2 else "")
 
 
 # ── marks ─────────────────────────────────────────────────────────────────────────────
@@ -243,11 +157,13 @@ def _drawn(line: BarLine, top: int, width: int) -> list[str]:
     ]
     fits = [_fitting(bar, scale) for bar in line.bars if bar.names]
     is_named = 2 * sum(name is not None for name in fits) >= len(fits)
+    fills = cycle((f"g{line.g % len(COLOURS)}", f"g{line.g % len(COLOURS)} odd"))
     for bar in line.bars:
         x, wide = MARGIN + bar.run.offset * scale, bar.run.nbytes * scale
+        style, thin = "pad" if bar.is_padding else next(fills), "" if wide >= 4 else THIN
         marks.append(
-            f'<rect class="{bar.style}" x="{x:.2f}" y="{top + 18}" width="{max(wide, 0.3):.2f}" '
-            f'height="{BAR_HEIGHT}"{_thin(wide)}><title>{escape(bar.title)}</title></rect>'
+            f'<rect class="{style}" x="{x:.2f}" y="{top + 18}" width="{max(wide, 0.3):.2f}" '
+            f'height="{BAR_HEIGHT}"{thin}><title>{escape(bar.title)}</title></rect>'
         )
         name = _fitting(bar, scale)
         if name and is_named:
@@ -258,11 +174,6 @@ def _drawn(line: BarLine, top: int, width: int) -> list[str]:
 def _fitting(bar: Bar, scale: float) -> str | None:
     room = bar.run.nbytes * scale
     return next((name for name in bar.names if len(name) * LETTER + 4 < room), None)
-
-
-def _thin(wide: float) -> str:
-    """A bar of a few pixels is all fill: an edge would hide it."""
-    return "" if wide >= 4 else ' stroke="none" style="stroke:none"'
 
 
 def _text(x: float, y: float, words: str, style: str) -> str:

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
-from kvstow.plan.layout import Layout, PlacedGroup
-from kvstow.plan.spec import LayerSpec
-from kvstow.plan.view import Run
+from kvstow.plan.layout import Layout
+from kvstow.render.bars import Bar, group_bars, has_slabs, page_bars, picture_title
 from kvstow.text import plural
 
 WIDTH = 80
@@ -27,151 +26,55 @@ def slab_picture(layout: Layout, *, width: int = WIDTH) -> str:
 
     Where nothing passes between groups, or blocks are not rows, the whole arena.
     """
-    if not _has_slabs(layout):
-        return _arena_picture(layout, width)
-    heads = _line_heads(
-        [(rows.group.name, plural(rows.rows_per_slab, "row")) for rows in layout.groups]
-    )
-    ruler = Ruler(nbytes=layout.slab_bytes, width=width - len(heads[0]) - 1)
-    lines = [
-        head + (_pages_line if rows.rows_per_slab == 1 else _rows_line)(layout, g, ruler)
-        for g, (head, rows) in enumerate(zip(heads, layout.groups, strict=True))
+    if not has_slabs(layout):
+        counts = [plural(layout.num_blocks(g), "block") for g in range(len(layout.groups))]
+        bars = [group_bars(layout, g) for g in range(len(layout.groups))]
+        return _picture(layout, picture_title(layout), counts, bars, layout.nbytes, width)
+    counts = [plural(rows.rows_per_slab, "row") for rows in layout.groups]
+    bars = [
+        (page_bars if rows.rows_per_slab == 1 else group_bars)(layout, g)
+        for g, rows in enumerate(layout.groups)
     ]
-    what = "the groups take turns owning slabs" if len(lines) > 1 else "one row"
-    return "\n".join([f"one slab, {layout.slab_bytes:,} bytes: {what}", *lines])
+    return _picture(layout, picture_title(layout), counts, bars, layout.slab_bytes, width)
 
 
 def rows_picture(layout: Layout, *, width: int = WIDTH) -> str:
     """One row of every group, its pages marked, all to one scale."""
     longest = max(layout.row_stride(g) for g in range(len(layout.groups)))
-    heads = _line_heads(
-        [(rows.group.name, plural(len(rows.group.layers), "page")) for rows in layout.groups]
-    )
-    ruler = Ruler(nbytes=longest, width=width - len(heads[0]) - 1)
-    lines = [head + _pages_line(layout, g, ruler) for g, head in enumerate(heads)]
-    return "\n".join([f"one row of each group, the longest {longest:,} bytes", *lines])
+    title = f"one row of each group, the longest {longest:,} bytes"
+    counts = [plural(len(rows.group.layers), "page") for rows in layout.groups]
+    bars = [page_bars(layout, g) for g in range(len(layout.groups))]
+    return _picture(layout, title, counts, bars, longest, width)
 
 
-def short_name(layer: LayerSpec) -> str:
-    """`L3` for the third layer's caches, whatever they are called; else the name's end."""
-    parts = layer.name.split(".")
-    number = next((part for part in parts if part.isdecimal()), None)
-    return parts[-1][:8] if number is None else f"L{number}"
-
-
-def are_rows(layout: Layout) -> bool:
-    """Whether every block of every group is one piece."""
-    return all(len(footprint.strips) == 1 for footprint in layout.footprints)
-
-
-# ── lines ─────────────────────────────────────────────────────────────────────────────
-
-
-def _has_slabs(layout: Layout) -> bool:
-    return are_rows(layout) and len(layout.sharing) == 1
-
-
-def _line_heads(cells: list[tuple[str, str]]) -> list[str]:
-    """What stands before each line: a group's name and a count, in columns."""
-    cells = [(name if len(name) <= 24 else f"{name[:23]}…", number) for name, number in cells]
-    left, right = (max(len(cell[i]) for cell in cells) for i in (0, 1))
-    return [f" {name:<{left}}  {number:>{right}}  " for name, number in cells]
-
-
-def _rows_line(layout: Layout, group: int, ruler: "Ruler") -> str:
-    """The rows of one slab."""
-    rows = layout.groups[group]
-    stride, nbytes = layout.row_stride(group), layout.row_bytes(group)
-    names = tuple(dict.fromkeys(short_name(layer) for layer in rows.group.layers))
-    starts = [row * stride for row in range(rows.rows_per_slab)]
-    marks = [
-        Mark(start, str(row), f"row {row}", () if row else names)
-        for row, start in enumerate(starts)
+def _picture(
+    layout: Layout,
+    title: str,
+    counts: Sequence[str],
+    bars: Sequence[Sequence[Bar]],
+    nbytes: int,
+    width: int,
+) -> str:
+    """A line for every group: its name, a count, its bars."""
+    names = [rows.group.name for rows in layout.groups]
+    names = [name if len(name) <= 24 else f"{name[:23]}…" for name in names]
+    left, right = max(map(len, names)), max(map(len, counts))
+    ruler = Ruler(nbytes=nbytes, width=width - left - right - 6)
+    lines = [
+        f" {name:<{left}}  {number:>{right}}  {ruler.drawn(line)}"
+        for name, number, line in zip(names, counts, bars, strict=True)
     ]
-    padding = [Run(start + nbytes, stride - nbytes) for start in starts]
-    return ruler.drawn(marks, end=stride * rows.rows_per_slab, padding=padding)
+    return "\n".join([title, *lines])
 
 
-def _pages_line(layout: Layout, group: int, ruler: "Ruler") -> str:
-    """The pages of one row; where heads are outermost in it, the heads."""
-    rows = layout.groups[group]
-    base = layout.footprints[group].strips[0].offset
-    has_heads = any(layer.heads.size > 1 for layer in rows.group.layers)
-    marks = (_head_marks if layout.order == "BHLNC" and has_heads else _page_marks)(rows, base)
-    stride, nbytes = layout.row_stride(group), layout.row_bytes(group)
-    return ruler.drawn(marks, end=stride, padding=[Run(nbytes, stride - nbytes)])
-
-
-def _page_marks(rows: PlacedGroup, base: int) -> "list[Mark]":
-    return [
-        Mark(page[0].offset - base, short_name(layer), short_name(layer))
-        for layer, page in zip(rows.group.layers, rows.placements, strict=True)
-    ]
-
-
-def _head_marks(rows: PlacedGroup, base: int) -> "list[Mark]":
-    """Where each head begins: layers of equally many heads lie together."""
-    first: dict[int, tuple[LayerSpec, int, int]] = {}
-    for layer, page in zip(rows.group.layers, rows.placements, strict=True):
-        first.setdefault(layer.heads.size, (layer, page[0].offset - base, page[0].head_stride))
-    marks = [
-        Mark(offset + head * stride, f"H{head}", f"H{head}")
-        for layer, offset, stride in first.values()
-        for head in range(layer.heads.size)
-    ]
-    return sorted(marks, key=lambda mark: mark.offset)
-
-
-def _arena_picture(layout: Layout, width: int) -> str:
-    """Each group's parts of the arena: one where blocks are rows, one per layer or head
-    where they are not."""
-    heads = _line_heads(
-        [
-            (rows.group.name, plural(layout.num_blocks(g), "block"))
-            for g, rows in enumerate(layout.groups)
-        ]
-    )
-    ruler = Ruler(nbytes=layout.nbytes, width=width - len(heads[0]) - 1)
-    lines = [head + _strips_line(layout, g, ruler) for g, head in enumerate(heads)]
-    what = "every group has its own part" if are_rows(layout) else "a block is in several places"
-    return "\n".join([f"the arena, {layout.nbytes:,} bytes: {what}", *lines])
-
-
-def _strips_line(layout: Layout, group: int, ruler: "Ruler") -> str:
-    strips = sorted(layout.footprints[group].strips, key=lambda strip: strip.offset)
-    rows = layout.groups[group]
-    if len(strips) == 1:
-        names = tuple(dict.fromkeys(short_name(layer) for layer in rows.group.layers))
-        marks = [Mark(strips[0].offset, "rows", "rows", names)]
-    else:
-        marks = _page_marks(rows, 0)
-    last = strips[-1]
-    return ruler.drawn(
-        sorted(marks, key=lambda mark: mark.offset), end=last.offset + last.stride * last.count
-    )
-
-
-# ── marks on a line, each where its byte is ───────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Something starts at `offset`. Where all marks have room for it, its full name is
-    written, then what it consists of as far as that fits; its brief name otherwise."""
-
-    offset: int
-    brief: str
-    full: str
-    parts: tuple[str, ...] = ()
-
-    def label(self, room: int) -> str:
-        """The full name and as many parts as fit."""
-        for num_parts in range(len(self.parts), 0, -1):
-            more = " …" if num_parts < len(self.parts) else ""
-            text = f" {self.full}: {' '.join(self.parts[:num_parts])}{more}"
-            if len(text) <= room:
-                return text
-        return f" {self.full}"
+def _label(bar: Bar, room: int) -> str:
+    """The full name and as many parts as fit."""
+    for num_parts in range(len(bar.parts), 0, -1):
+        more = " …" if num_parts < len(bar.parts) else ""
+        text = f" {bar.names[0]}: {' '.join(bar.parts[:num_parts])}{more}"
+        if len(text) <= room:
+            return text
+    return f" {bar.names[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,35 +88,36 @@ class Ruler:
         """The column nearest to a byte."""
         return (2 * offset * self.width + self.nbytes) // (2 * self.nbytes)
 
-    def drawn(self, marks: Sequence[Mark], *, end: int, padding: Sequence[Run] = ()) -> str:
-        """The marks up to `end`: all of them, or every second, every fifth … for lack of room.
+    def drawn(self, bars: Sequence[Bar]) -> str:
+        """The bars that have names: all of them, or every second, every fifth … for lack of room.
 
-        Marks ascend. Padding is drawn where it is half a column long at least.
+        Bars ascend. Padding is drawn where it is half a column long at least.
         """
-        line = [" "] * (self.width + 1)
-        for run in padding:
-            hi = self.column(run.end)
-            lo = hi - self.column(run.nbytes)
-            line[lo:hi] = PADDING * (hi - lo)
-        chosen = self._chosen(marks, end)
-        is_wide = all(room > len(mark.full) for mark, room in chosen)
-        for mark, room in chosen:
-            at = self.column(mark.offset)
-            name = mark.label(room) if is_wide else mark.brief
+        line, end = [" "] * (self.width + 1), bars[-1].run.end
+        for bar in bars:
+            if bar.is_padding:
+                hi = self.column(bar.run.end)
+                lo = hi - self.column(bar.run.nbytes)
+                line[lo:hi] = PADDING * (hi - lo)
+        chosen = self._chosen([bar for bar in bars if bar.names], end)
+        is_wide = all(room > len(bar.names[0]) for bar, room in chosen)
+        for bar, room in chosen:
+            at = self.column(bar.run.offset)
+            name = _label(bar, room) if is_wide else bar.names[-1]
             text = EDGE + (name if len(name) <= room else "")
             line[at : at + len(text)] = text
         line[self.column(end)] = EDGE
         return "".join(line).rstrip()
 
-    def _chosen(self, marks: Sequence[Mark], end: int) -> list[tuple[Mark, int]]:
-        """Every k-th mark and its columns of room, for the smallest k with room for the
-        brief names of all but the last."""
+    def _chosen(self, bars: Sequence[Bar], end: int) -> list[tuple[Bar, int]]:
+        """Every k-th bar and its columns of room, for the smallest k with room for the brief
+        names of all but the last."""
         for step in _steps():
-            some = marks[::step]
-            columns = [*(self.column(mark.offset) for mark in some), self.column(end)]
+            some = bars[::step]
+            columns = [*(self.column(bar.run.offset) for bar in some), self.column(end)]
             rooms = [b - a - 1 for a, b in pairwise(columns)]
             chosen = list(zip(some, rooms, strict=True))
-            if all(len(mark.brief) <= room for mark, room in chosen[:-1]):
+            if all(len(bar.names[-1]) <= room for bar, room in chosen[:-1]):
                 return chosen
         raise AssertionError("steps never end")
 
