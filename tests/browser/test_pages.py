@@ -46,6 +46,16 @@ def pages(tmp_path_factory):
         "--html",
         f"{folder}/simulate.html",
     )
+    run(
+        "compare",
+        "gemma-3-27b",
+        "--tp",
+        "1,2",
+        "--memory",
+        "60GiB",
+        "--html",
+        f"{folder}/compare.html",
+    )
     return folder
 
 
@@ -76,7 +86,7 @@ NAMELESS = """() => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 800, 1600])
-@pytest.mark.parametrize("name", ["plan", "hybrid", "route", "simulate"])
+@pytest.mark.parametrize("name", ["plan", "hybrid", "route", "simulate", "compare"])
 def test_a_page_opens_quietly_and_nothing_is_cut_off(opened, pages, name, width, scheme):
     with opened(f"file://{pages}/{name}.html", width=width, scheme=scheme) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -222,7 +232,9 @@ def test_the_address_on_the_page_is_that_of_the_view(opened, pages, level, which
         assert numbers[4] == "v"
 
 
-@pytest.mark.parametrize(("slider", "option"), [("tokens", "--block-tokens"), ("order", "--order")])
+@pytest.mark.parametrize(
+    ("slider", "option"), [("block_tokens", "--block-tokens"), ("order", "--order")]
+)
 def test_a_slider_plans_again(opened, pages, slider, option):
     with opened(f"file://{pages}/plan.html") as page:
         control = page.locator(f"#{slider}")
@@ -250,7 +262,7 @@ def test_every_choice_of_every_slider_draws_something(opened, pages):
     with opened(f"file://{pages}/hybrid.html", width=800) as page:
         for packing in ("slab", "union", "separate"):
             page.get_by_role("button", name=packing, exact=True).click()
-            for slider in ("order", "tokens", "tp"):
+            for slider in ("order", "block_tokens", "tp"):
                 most = int(page.locator(f"#{slider}").get_attribute("max"))
                 for value in range(most + 1):
                     page.locator(f"#{slider}").fill(str(value))
@@ -258,7 +270,26 @@ def test_every_choice_of_every_slider_draws_something(opened, pages):
                     assert page.locator("[role=alert]").inner_text() == ""
 
 
-# ── route and simulate ────────────────────────────────────────────────────────────────
+# ── compare, route and simulate ────────────────────────────────────────────────────────────────
+
+
+VISIBLE = """(node) => {
+  const box = node.getBoundingClientRect();
+  return box.width > 0 && box.left >= 0 && box.right <= document.documentElement.clientWidth;
+}"""
+
+
+def test_a_narrow_screen_shows_memory_command_answer_and_that_there_is_more(opened, pages):
+    with opened(f"file://{pages}/compare.html", width=400) as page:
+        assert "arena 60 GiB" in page.locator("header").inner_text()
+        assert page.locator("header p").evaluate(VISIBLE)
+        assert page.locator("code", has_text="kvstow compare gemma-3-27b").evaluate(VISIBLE)
+        answers = page.locator("thead th", has_text="requests of 8,192")
+        assert answers.evaluate(VISIBLE)
+        best = page.locator("tr.chosen td").nth(1)
+        assert best.evaluate(VISIBLE)
+        hint = "(node) => getComputedStyle(node, '::before').content"
+        assert "Scroll sideways" in page.locator(".scroll").evaluate(hint)
 
 
 def test_a_band_tells_both_of_its_ends(opened, pages):

@@ -198,9 +198,8 @@ class CompareReport:
                 "padding, and copies per block: of the worst group\n"
                 f"requests: of {USUAL_TOKENS:,} tokens, at once; ← the best"
             )
-        reasons = self._reasons()
-        if reasons:
-            yield "\n".join(wrapped(f"{', '.join(names)}: {why}") for why, names in reasons.items())
+        if reasons := self.reasons():
+            yield "\n".join(map(wrapped, reasons))
 
     def _cells(self, line: OrderLine) -> list[str]:
         """What a line shows; the slab only where there is room for it."""
@@ -215,8 +214,8 @@ class CompareReport:
             f"{layout.usual_requests:,} {' ←'[self.is_best(layout)]}",
         ]
 
-    def _reasons(self) -> dict[str, list[str]]:
-        """Every reason once, with the layouts that it bars."""
+    def reasons(self) -> list[str]:
+        """Every reason once, behind the layouts that it bars."""
         num_choices = len({(each.order, each.packing) for each in self.layouts})
         barred: dict[str, list[str]] = {}
         for line in self.lines:
@@ -227,7 +226,7 @@ class CompareReport:
             if not which or len(line.orders) * len(line.packings) < num_choices:
                 which += [*line.packings, f"({' '.join(line.orders)})"]
             barred.setdefault(line.layout.error.partition(HINT)[0], []).append(" ".join(which))
-        return barred
+        return [f"{', '.join(names)}: {why}" for why, names in barred.items()]
 
     def page(self, command: str) -> str:
         """The page: a line per row, to be sorted; `command` makes it again."""
@@ -241,7 +240,7 @@ class CompareReport:
             for line in self.lines
         ]
         facts = {"kvstow": __version__, "usual_tokens": USUAL_TOKENS, "command": command}
-        facts |= {"lines": lines, "arena": f"arena {self.arena}"}
+        facts |= {"lines": lines, "reasons": self.reasons(), "arena": f"arena {self.arena}"}
         return page(f"{document['model']}: layouts compared", document | facts, ("sweep.js",))
 
 

@@ -13,7 +13,7 @@ from kvstow.plan.sizing.plan import Deployment, RankLayers
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
-    from kvstow.render.slab_history import SlabHistory
+    from kvstow.render.data import SlabHistory
     from kvstow.simulate import Pace, ReplayReport, SimulationReport, TraceRequest
 
 Policy = Literal["slab", "union"]
@@ -165,7 +165,7 @@ def _replay(
     seconds: float | None,
 ) -> "tuple[ReplayReport, SlabHistory]":
     """Replay, say on stderr how far that is, and remember the slabs."""
-    from kvstow.render.slab_history import SlabHistory
+    from kvstow.render.data import SlabHistory
     from kvstow.simulate import Replay, ReplayReport
 
     replay, history = Replay(_layout(policy, held), trace, pace), SlabHistory()

@@ -6,6 +6,5 @@ svg            a layout as one picture
 page           self-contained HTML: markup, style, script and numbers in one file
 data           what pages draw from: layouts, routes, simulations
 plan_page      the page of `kvstow plan`: one model, planned many times over
-slab_history   who owned which slab, moment by moment
 assets/        scripts and styles of the pages
 """

@@ -17,7 +17,7 @@ Simulations: curves over time, and the history of the slabs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from kvstow.render.page import page
 from kvstow.route.route import GroupPair, Route
 
 if TYPE_CHECKING:
-    from kvstow.render.slab_history import SlabHistory
+    from kvstow.blocks.pool import Pool
+    from kvstow.blocks.slabs import SlabMap
     from kvstow.simulate.replay import ReplaySample
     from kvstow.simulate.report import SimulationReport
 
@@ -271,9 +272,52 @@ def _add(bands: list[list[int]], band: list[int], near: int, far: int) -> None:
 # ── simulations ─────────────────────────────────────────────────────────────────────
 
 
+MAX_MOMENTS = 240
+
+
+class SlabMoment(NamedTuple):
+    """One moment: the slabs, and what of all prompts so far was found cached."""
+
+    seconds: float
+    slabs: "SlabMap"
+    hit_rate: float
+
+
+class SlabHistory:
+    """Who owned which slab of a pool: moments, evenly spread over a time whose end nobody knows
+    beforehand."""
+
+    def __init__(self) -> None:
+        self.moments: list[SlabMoment] = []
+        self._every = 1
+        self._seen = 0
+
+    def see(self, pool: "Pool", seconds: float, *, prompt_tokens: int, hit_tokens: int) -> None:
+        """Remember the moment, if it is time for one."""
+        if self._seen % self._every == 0:
+            hit_rate = hit_tokens / prompt_tokens if prompt_tokens else 0.0
+            self.moments.append(SlabMoment(seconds, pool.slab_map(), hit_rate))
+        self._seen += 1
+        if len(self.moments) > MAX_MOMENTS:
+            self.moments = self.moments[::2]
+            self._every *= 2
+
+    def record(self) -> dict[str, Any]:
+        """What a page draws from."""
+        first = self.moments[0].slabs if self.moments else None
+        return {
+            "groups": list(first.groups) if first else [],
+            "num_slabs": first.num_slabs if first else 0,
+            "step": first.step if first else 1,
+            "seconds": [round(moment.seconds, 3) for moment in self.moments],
+            "slabs": [moment.slabs.letters for moment in self.moments],
+            "hit_rate": [round(moment.hit_rate, 5) for moment in self.moments],
+        }
+
+
 def simulation_page(
     report: "SimulationReport",
-    histories: "Mapping[str, SlabHistory]",
+    histories: Mapping[str, SlabHistory],
     *,
     about: Mapping[str, Any],
 ) -> str:
@@ -286,6 +330,7 @@ def simulation_page(
         "model": report.model,
         "trace": report.trace,
         **about,
+        "lines": report.lines(),
         "policies": {
             name: {
                 "figures": replay.as_json(),

@@ -1,7 +1,5 @@
 // The chosen layout against others: the table, and one block of every group to one scale.
 
-/** Lengths that the table tells: the chosen one, and a long one beside it. */
-const tellTokens = () => [...new Set([state.length, 131072])];
 
 /** The layouts that are set against each other, the chosen one first. */
 function compared() {
@@ -27,9 +25,9 @@ function perLayerRow(columns) {
 }
 
 function showCompared() {
-  const TELL_TOKENS = tellTokens();
+  const lengths = [...new Set([state.length, 131072])]; // the chosen one, and a long one
   const all = compared();
-  const most = TELL_TOKENS.map((n) =>
+  const most = lengths.map((n) =>
     Math.max(1, ...all.map(({ layout }) => (layout.error ? 0 : atLength(layout.requests, n)))),
   );
   parts.compare.replaceChildren(
@@ -40,7 +38,7 @@ function showCompared() {
         "copies per block",
         "bytes per copy",
         "padding",
-        ...TELL_TOKENS.map((n) => `requests of ${count(n)}`),
+        ...lengths.map((n) => `requests of ${count(n)}`),
       ],
       all.map(({ words, order, packing, layout }) => ({
         chosen: order === state.order && packing === state.packing,
@@ -54,7 +52,7 @@ function showCompared() {
                 Math.max(...layout.groups.map((group, g) => group.row_bytes / layout.copies[g])),
               ),
               percent(Math.max(...layout.padding)),
-              ...TELL_TOKENS.map((n, i) => [
+              ...lengths.map((n, i) => [
                 count(atLength(layout.requests, n)),
                 el("span", {
                   class: "meter",
@@ -62,7 +60,7 @@ function showCompared() {
                 }),
               ]),
             ],
-      })).concat([perLayerRow(tellTokens().length)]),
+      })).concat([perLayerRow(lengths.length)]),
       { left: 2, caption: "Copies, bytes and padding are those of the worst group" },
     ),
   );

@@ -81,6 +81,14 @@ const tip = {
   },
 };
 
+/** What can be pointed at or focused says what it is. */
+function tells(node, { title, facts }) {
+  node.addEventListener("pointermove", (event) => tip.show(node, title, facts, event));
+  node.addEventListener("focus", () => tip.show(node, title, facts, null));
+  for (const over of ["pointerleave", "blur"]) node.addEventListener(over, () => tip.hide());
+  return node;
+}
+
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") tip.hide();
 });
@@ -178,3 +186,16 @@ function themeButton(after) {
   tell();
   return button;
 }
+
+/** A page: its heading with what stands below it, its parts, and what made it. */
+const mountPage = (title, below, parts, { made, after = () => {} }) =>
+  mount(
+    el(
+      "header",
+      { class: "top" },
+      el("div", {}, el("h1", {}, title), ...below.map((each) => el("p", { class: "soft" }, each))),
+      themeButton(after),
+    ),
+    ...parts,
+    el("footer", {}, ...made.map((each) => el("p", {}, each))),
+  );

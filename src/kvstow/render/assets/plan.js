@@ -42,31 +42,6 @@ const unique = (values) => [...new Set(values)].sort((a, b) => a - b);
 
 // ── controls ──────────────────────────────────────────────────────────────────────────
 
-function slider(id, label, values, value, words, change) {
-  const output = el("output", { for: id });
-  const input = el("input", {
-    id,
-    type: "range",
-    min: 0,
-    max: Math.max(values().length - 1, 0),
-    step: 1,
-    list: null,
-  });
-  const tell = () => {
-    const all = values();
-    input.max = all.length - 1;
-    input.value = Math.max(0, all.indexOf(value()));
-    input.disabled = all.length < 2;
-    output.textContent = words(value());
-    input.setAttribute("aria-valuetext", words(value()));
-  };
-  input.addEventListener("input", () => change(values()[Number(input.value)]));
-  return {
-    tell,
-    node: el("div", { class: "control" }, el("label", { for: id }, label, output), input),
-  };
-}
-
 function choose(changes) {
   Object.assign(state, changes);
   if (!variantNow()) {
@@ -85,64 +60,42 @@ function choose(changes) {
   show();
 }
 
-const controls = [
-  slider(
-    "tokens",
-    "Tokens per block",
-    () => unique(valuesOf("block_tokens")),
-    () => state.block_tokens,
-    count,
-    (value) => choose({ block_tokens: value }),
-  ),
-  slider(
-    "tp",
-    "Tensor-parallel ranks",
-    () => unique(atlas.variants.map((each) => each.tp)),
-    () => state.tp,
-    (value) => `tp ${value}`,
-    (value) => choose({ tp: value }),
-  ),
-  slider(
-    "order",
-    "Order of axes",
-    () => ordersOf(state.packing),
-    () => state.order,
-    (value) => value,
-    (value) => choose({ order: value }),
-  ),
-  slider(
-    "pp",
-    "Pipeline stages",
-    () => unique(valuesOf("pp")),
-    () => state.pp,
-    (value) => `pp ${value}`,
-    (value) => choose({ pp: value }),
-  ),
-  slider(
-    "dtype",
-    "Element type",
-    () => valuesOf("kv_dtype"),
-    () => state.kv_dtype,
-    (value) => value,
-    (value) => choose({ kv_dtype: value }),
-  ),
-  slider(
+/** What can be slid: the name in `state`, a label, the values, and a value in words. */
+const SLIDERS = [
+  ["block_tokens", "Tokens per block", () => unique(valuesOf("block_tokens")), count],
+  ["tp", "Tensor-parallel ranks", () => unique(valuesOf("tp")), (n) => `tp ${n}`],
+  ["order", "Order of axes", () => ordersOf(state.packing), String],
+  ["pp", "Pipeline stages", () => unique(valuesOf("pp")), (n) => `pp ${n}`],
+  ["kv_dtype", "Element type", () => valuesOf("kv_dtype"), String],
+  [
     "memory",
     "Memory",
     () => unique(valuesOf("memory")),
-    () => state.memory,
-    (value) => (value === null ? "as asked" : human(value)),
-    (value) => choose({ memory: value }),
-  ),
-  slider(
-    "length",
-    "Tokens per request",
-    () => atlas.lengths,
-    () => state.length,
-    count,
-    (value) => choose({ length: value }),
-  ),
+    (n) => (n === null ? "as asked" : human(n)),
+  ],
+  ["length", "Tokens per request", () => atlas.lengths, count],
 ];
+const controls = SLIDERS.map(([id, label, values, words]) => {
+  const output = el("output", { for: id });
+  const input = el("input", {
+    id,
+    type: "range",
+    min: 0,
+    step: 1,
+    oninput: () => choose({ [id]: values()[Number(input.value)] }),
+  });
+  const tell = () => {
+    input.max = Math.max(values().length - 1, 0);
+    input.value = Math.max(0, values().indexOf(state[id]));
+    input.disabled = values().length < 2;
+    output.textContent = words(state[id]);
+    input.setAttribute("aria-valuetext", words(state[id]));
+  };
+  return {
+    tell,
+    node: el("div", { class: "control" }, el("label", { for: id }, label, output), input),
+  };
+});
 const packingButtons = atlas.packings.map((packing) =>
   el("button", { type: "button", onclick: () => choose({ packing }) }, packing),
 );
@@ -166,7 +119,7 @@ const parts = {
   compare: el("div", {}),
   rows: el("div", {}),
   command: el("code", {}),
-  subtitle: el("p", { class: "soft" }),
+  subtitle: el("span", {}),
 };
 /** Before a hover, a legend tells of the chosen length. */
 const atChosen = () => atlas.lengths.indexOf(state.length);
@@ -371,81 +324,73 @@ function show() {
 }
 
 hatch();
-mount(
-  el(
-    "header",
-    { class: "top" },
+mountPage(
+  atlas.model,
+  [parts.subtitle],
+  [
+    el(
+      "form",
+      { class: "controls", "aria-label": "Plan again", onsubmit: (event) => event.preventDefault() },
+      controls.map((control) => control.node),
+      packingControl,
+    ),
+    el(
+      "p",
+      { class: "soft" },
+      "Stages, element type and memory are varied one at a time. What fits is what fits on this rank.",
+    ),
+    parts.problem,
+    parts.tiles,
+    el("h2", {}, "Where the bytes are"),
+    el(
+      "p",
+      {},
+      "Everything is drawn to scale. Choose a piece to see what is inside it; arrow keys move along a strip and between strips.",
+    ),
+    parts.words,
+    parts.legend,
+    el("div", { class: "card" }, levelsNode),
     el(
       "div",
+      { class: "card" },
+      el("h3", { style: "margin-top:0" }, "The address of what is chosen"),
+      el(
+        "p",
+        { class: "soft" },
+        "offset + block × block stride + head × head stride + token × token stride + field, in bytes from the start of the arena",
+      ),
+      parts.address,
+    ),
+    el("h2", {}, "Groups"),
+    parts.groups,
+    el("h2", {}, "What fits"),
+    growthWords,
+    el("div", { class: "charts" }, capacity.node, growth.node),
+    el("h2", {}, "Against other layouts"),
+    el(
+      "p",
       {},
-      el("h1", {}, atlas.model),
-      parts.subtitle,
+      "The same model and the same memory. A copy is one contiguous range of bytes: what a NIC or a DMA engine is handed.",
     ),
-    themeButton(() => {
-      recolour();
-    }),
-  ),
-  el(
-    "form",
-    { class: "controls", "aria-label": "Plan again", onsubmit: (event) => event.preventDefault() },
-    controls.map((control) => control.node),
-    packingControl,
-  ),
-  el(
-    "p",
-    { class: "soft" },
-    "Stages, element type and memory are varied one at a time. What fits is what fits on this rank.",
-  ),
-  parts.problem,
-  parts.tiles,
-  el("h2", {}, "Where the bytes are"),
-  el(
-    "p",
-    {},
-    "Everything is drawn to scale. Choose a piece to see what is inside it; arrow keys move along a strip and between strips.",
-  ),
-  parts.words,
-  parts.legend,
-  el("div", { class: "card" }, levelsNode),
-  el(
-    "div",
-    { class: "card" },
-    el("h3", { style: "margin-top:0" }, "The address of what is chosen"),
+    parts.compare,
     el(
-      "p",
-      { class: "soft" },
-      "offset + block × block stride + head × head stride + token × token stride + field, in bytes from the start of the arena",
+      "div",
+      { class: "card" },
+      el(
+        "p",
+        { class: "soft" },
+        "One block of every group, to one scale. Hatched bytes are allocated, and moved, for nothing.",
+      ),
+      parts.rows,
     ),
-    parts.address,
-  ),
-  el("h2", {}, "Groups"),
-  parts.groups,
-  el("h2", {}, "What fits"),
-  growthWords,
-  el("div", { class: "charts" }, capacity.node, growth.node),
-  el("h2", {}, "Against other layouts"),
-  el(
-    "p",
-    {},
-    "The same model and the same memory. A copy is one contiguous range of bytes: what a NIC or a DMA engine is handed.",
-  ),
-  parts.compare,
-  el(
-    "div",
-    { class: "card" },
-    el(
-      "p",
-      { class: "soft" },
-      "One block of every group, to one scale. Hatched bytes are allocated, and moved, for nothing.",
-    ),
-    parts.rows,
-  ),
-  el(
-    "footer",
-    {},
-    el("p", {}, parts.command),
-    atlas.notes.map((note) => el("p", {}, `Assumed: ${note}`)),
-    el("p", {}, `kvstow ${atlas.kvstow}`),
-  ),
+  ],
+  {
+    after: recolour,
+    made: [
+      parts.command,
+      ...atlas.notes.map((note) => `Assumed: ${note}`),
+      `kvstow ${atlas.kvstow}`,
+    ],
+  },
 );
 show();

@@ -101,13 +101,7 @@ function drawBands(group, width, top, bottom) {
       "aria-selected": "false",
       "aria-label": spoken(segment),
     });
-    path.addEventListener("pointermove", (event) =>
-      tip.show(path, segment.title, segment.facts, event),
-    );
-    path.addEventListener("pointerleave", () => tip.hide());
-    path.addEventListener("focus", () => tip.show(path, segment.title, segment.facts, null));
-    path.addEventListener("blur", () => tip.hide());
-    return path;
+    return tells(path, segment);
   });
   rects[0]?.setAttribute("tabindex", 0);
   const node = svg(
@@ -202,131 +196,119 @@ function show() {
 
 hatch();
 const { cost } = data;
-const milliseconds = (seconds) => `${Number((1e3 * seconds).toPrecision(3))} ms`;
 const quickest = Math.min(cost.seconds, ...cost.cheapest.map(({ seconds }) => seconds));
 const winner = cost.cheapest.find((best) => best.seconds === quickest);
 
-mount(
-  el(
-    "header",
-    { class: "top" },
+mountPage(
+  cost.model,
+  [
+    [
+      el("code", {}, cost.from),
+      ` (${cost.orders[0]}) → `,
+      el("code", {}, cost.to),
+      ` (${cost.orders[1]})`,
+    ],
+  ],
+  [
     el(
       "div",
-      {},
-      el("h1", {}, cost.model),
-      el(
-        "p",
-        { class: "soft" },
-        el("code", {}, cost.from),
-        ` (${cost.orders[0]}) → `,
-        el("code", {}, cost.to),
-        ` (${cost.orders[1]})`,
+      { class: "tiles" },
+      tile(fine(cost.moves_per_block), "copies per destination block, all groups"),
+      tile(human(cost.bytes_per_block), "per block"),
+      tile(human(cost.min_move_bytes), "the smallest copy"),
+      tile(human(cost.max_move_bytes), "the largest copy"),
+      tile(
+        `about ${seconds(cost.seconds)}`,
+        `for ${count(cost.request.tokens)} tokens on ${cost.link.name}, ${cost.way}: ${count(cost.request.moves)} copies, ${human(cost.request.bytes)}`,
       ),
+      ...(quickest < cost.seconds
+        ? [
+            tile(
+              `${seconds(cost.seconds - quickest)} less`,
+              `with ${winner.orders.join(" → ")}, ${fine(winner.moves_per_block)} copies per block`,
+            ),
+          ]
+        : []),
     ),
-    themeButton(() => {}),
-  ),
-  el(
-    "div",
-    { class: "tiles" },
-    tile(fine(cost.moves_per_block), "copies per destination block, all groups"),
-    tile(human(cost.bytes_per_block), "per block"),
-    tile(human(cost.min_move_bytes), "the smallest copy"),
-    tile(human(cost.max_move_bytes), "the largest copy"),
-    tile(
-      `about ${seconds(cost.seconds)}`,
-      `for ${count(cost.request.tokens)} tokens on ${cost.link.name}, ${cost.way}: ${count(cost.request.moves)} copies, ${human(cost.request.bytes)}`,
-    ),
-    ...(quickest < cost.seconds
-      ? [
-          tile(
-            `${milliseconds(cost.seconds - quickest)} less`,
-            `with ${winner.orders.join(" → ")}, ${fine(winner.moves_per_block)} copies per block`,
-          ),
-        ]
-      : []),
-  ),
-  el("h2", {}, "Every copy"),
-  tabs,
-  words,
-  el("div", { class: "card" }, picture),
-  el("h2", {}, "Groups"),
-  table(
-    ["group", "tokens per block", "copies", "bytes", "smallest", "largest"],
-    cost.groups.map((group) => ({
-      cells: [
-        group.name,
-        `${group.source_block_tokens.join("/")} → ${group.block_tokens}`,
-        fine(group.moves_per_block),
-        fine(group.bytes_per_block),
-        count(group.min_move_bytes),
-        count(group.max_move_bytes),
-      ],
-    })),
-    { caption: "Per destination block" },
-  ),
-  el("h2", {}, "Ranks to read from"),
-  table(
-    ["rank", "tp rank", "stage", "copies", "bytes"],
-    cost.sources.map((source) => ({
-      cells: [
-        String(source.rank),
-        String(source.tp_rank),
-        String(source.pp_rank),
-        fine(source.moves_per_block),
-        fine(source.bytes_per_block),
-      ],
-    })),
-    { caption: "Their part of a block" },
-  ),
-  el("h2", {}, "Ways"),
-  table(
-    ["way", "time"],
-    Object.entries(cost.ways).map(([way, time]) => ({
-      chosen: cost.way.split(" and ").includes(way),
-      cells: [way, milliseconds(time)],
-    })),
-    { caption: "The marked one is what an agent takes" },
-  ),
-  el("h2", {}, "Other orders"),
-  table(
-    ["with another order", "saved", "time", "copies per block", "from", "to"],
-    [
-      {
-        chosen: quickest === cost.seconds,
+    el("h2", {}, "Every copy"),
+    tabs,
+    words,
+    el("div", { class: "card" }, picture),
+    el("h2", {}, "Groups"),
+    table(
+      ["group", "tokens per block", "copies", "bytes", "smallest", "largest"],
+      cost.groups.map((group) => ({
         cells: [
-          "as given",
-          "",
-          milliseconds(cost.seconds),
-          fine(cost.moves_per_block),
-          ...cost.orders,
-        ],
-      },
-      ...cost.cheapest.map((best) => ({
-        chosen: best.seconds === quickest && quickest < cost.seconds,
-        cells: [
-          { from: "at the source", to: "at the destination", both: "at both" }[best.change],
-          best.saved_seconds > 0 ? milliseconds(best.saved_seconds) : "–",
-          milliseconds(best.seconds),
-          fine(best.moves_per_block),
-          ...best.orders,
+          group.name,
+          `${group.source_block_tokens.join("/")} → ${group.block_tokens}`,
+          fine(group.moves_per_block),
+          fine(group.bytes_per_block),
+          count(group.min_move_bytes),
+          count(group.max_move_bytes),
         ],
       })),
-    ],
-    { left: 1, caption: "The quickest order by the way that an agent takes; the quickest of all is marked" },
-  ),
-  el(
-    "footer",
-    {},
-    el(
-      "p",
-      {},
+      { caption: "Per destination block" },
+    ),
+    el("h2", {}, "Ranks to read from"),
+    table(
+      ["rank", "tp rank", "stage", "copies", "bytes"],
+      cost.sources.map((source) => ({
+        cells: [
+          String(source.rank),
+          String(source.tp_rank),
+          String(source.pp_rank),
+          fine(source.moves_per_block),
+          fine(source.bytes_per_block),
+        ],
+      })),
+      { caption: "Their part of a block" },
+    ),
+    el("h2", {}, "Ways"),
+    table(
+      ["way", "time"],
+      Object.entries(cost.ways).map(([way, time]) => ({
+        chosen: cost.way.split(" and ").includes(way),
+        cells: [way, seconds(time)],
+      })),
+      { caption: "The marked one is what an agent takes" },
+    ),
+    el("h2", {}, "Other orders"),
+    table(
+      ["with another order", "saved", "time", "copies per block", "from", "to"],
+      [
+        {
+          chosen: quickest === cost.seconds,
+          cells: [
+            "as given",
+            "",
+            seconds(cost.seconds),
+            fine(cost.moves_per_block),
+            ...cost.orders,
+          ],
+        },
+        ...cost.cheapest.map((best) => ({
+          chosen: best.seconds === quickest && quickest < cost.seconds,
+          cells: [
+            { from: "at the source", to: "at the destination", both: "at both" }[best.change],
+            best.saved_seconds > 0 ? seconds(best.saved_seconds) : "–",
+            seconds(best.seconds),
+            fine(best.moves_per_block),
+            ...best.orders,
+          ],
+        })),
+      ],
+      { left: 1, caption: "The quickest order by the way that an agent takes; the quickest of all is marked" },
+    ),
+  ],
+  {
+    made: [
       el(
         "code",
         {},
         `kvstow route ${cost.from} ${cost.to} --link ${cost.link.name} --tokens ${cost.request.tokens}`,
       ),
-    ),
-    el("p", {}, `kvstow ${data.kvstow}`),
-  ),
+      `kvstow ${data.kvstow}`,
+    ],
+  },
 );
 show();

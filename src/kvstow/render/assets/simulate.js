@@ -21,16 +21,8 @@ const play = el("button", { type: "button", class: "no-print" }, "Play");
 let timer = null;
 
 /** Moments are spread over one time: that of the longest history. */
-function momentAt(history, seconds) {
-  let low = 0;
-  let high = history.seconds.length - 1;
-  while (low < high) {
-    const middle = Math.ceil((low + high) / 2);
-    if (history.seconds[middle] <= seconds) low = middle;
-    else high = middle - 1;
-  }
-  return low;
-}
+const momentAt = (history, seconds) =>
+  Math.max(0, history.seconds.findLastIndex((moment) => moment <= seconds));
 const longest = histories
   .map(([, policy]) => policy.history)
   .sort((a, b) => b.seconds.at(-1) - a.seconds.at(-1))[0];
@@ -117,120 +109,92 @@ const asPercent = {
   yLabel: "of bytes in use",
 };
 
-/** A time; of what was never measured, a dash. */
-const milliseconds = (seconds) => (seconds ? `${count(1e3 * seconds)} ms` : "–");
-
-const ROWS = [
-  ["requests at once, mean", (f) => f.mean_requests.toFixed(1)],
-  ["requests at once, peak", (f) => count(f.peak_requests)],
-  ["completed", (f) => count(f.completed)],
-  ["preemptions", (f) => count(f.preemptions)],
-  ["bytes in use, mean", (f) => human(f.mean_bytes_in_use)],
-  ["padding", (f) => percent(f.waste.padding)],
-  ["slab fragmentation", (f) => percent(f.waste.fragmentation)],
-  ["block rounding", (f) => percent(f.waste.rounding)],
-  ["prompt tokens found cached", (f) => percent(f.hit_rate)],
-  ["rows per run", (f) => f.mean_run_rows.toFixed(1)],
-  ["output tokens per second", (f) => count(f.output_tokens_per_second)],
-  ["first token after, median", (f) => milliseconds(f.first_token_seconds.p50)],
-  ["first token after, 95 of 100", (f) => milliseconds(f.first_token_seconds.p95)],
-  ["time per output token, mean", (f) => milliseconds(f.token_seconds.mean)],
-];
-
 const [first] = policies;
-mount(
-  el(
-    "header",
-    { class: "top" },
+mountPage(
+  data.model,
+  [
+    [
+      `${counted(data.requests, "request")} of ${data.trace}, simulated on the block ledger`,
+      data.arena_bytes ? `${human(data.arena_bytes)} of memory` : null,
+      data.seed === null ? null : `seed ${data.seed}`,
+    ]
+      .filter(Boolean)
+      .join(" · "),
+    el("code", {}, data.command),
+  ],
+  [
     el(
       "div",
-      {},
-      el("h1", {}, data.model),
-      el(
-        "p",
-        { class: "soft" },
-        [
-          `${counted(data.requests, "request")} of ${data.trace}, simulated on the block ledger`,
-          data.arena_bytes ? `${human(data.arena_bytes)} of memory` : null,
-          data.seed === null ? null : `seed ${data.seed}`,
-        ]
-          .filter(Boolean)
-          .join(" · "),
-      ),
-      el("p", { class: "soft" }, el("code", {}, data.command)),
+      { class: "tiles" },
+      policies.map(([name, { figures }]) => [
+        tile(figures.mean_requests.toFixed(1), `requests at once, mean (${name})`),
+        tile(percent(figures.waste.total), `of bytes in use wasted (${name})`),
+      ]),
+      tile(percent(first[1].figures.hit_rate), "of prompt tokens found cached"),
     ),
-    themeButton(() => {
-      recolour();
-      show();
-    }),
-  ),
-  el(
-    "div",
-    { class: "tiles" },
-    policies.map(([name, { figures }]) => [
-      tile(figures.mean_requests.toFixed(1), `requests at once, mean (${name})`),
-      tile(percent(figures.waste.total), `of bytes in use wasted (${name})`),
-    ]),
-    tile(percent(first[1].figures.hit_rate), "of prompt tokens found cached"),
-  ),
-  histories.length
-    ? [
-        el("h2", {}, "Who owns which slab"),
-        el(
-          "p",
-          {},
-          "One square is one slab: its colour says which group owns it, its strength how many of its rows requests hold.",
-        ),
-        slabLegend(),
-        el(
-          "div",
-          { class: "card" },
+    histories.length
+      ? [
+          el("h2", {}, "Who owns which slab"),
+          el(
+            "p",
+            {},
+            "One square is one slab: its colour says which group owns it, its strength how many of its rows requests hold.",
+          ),
+          slabLegend(),
           el(
             "div",
-            { class: "control" },
-            el("label", { for: "scrubber" }, "Moment", clock),
-            scrubber,
+            { class: "card" },
+            el(
+              "div",
+              { class: "control" },
+              el("label", { for: "scrubber" }, "Moment", clock),
+              scrubber,
+            ),
+            play,
+            maps.map(({ map }) => map.node),
           ),
-          play,
-          maps.map(({ map }) => map.node),
-        ),
-      ]
-    : [],
-  el("h2", {}, "Over time"),
-  el(
-    "p",
-    {},
-    `${data.step} Once nobody is waiting, the last requests drain: few rows are left in many slabs, ` +
-      "so the wasted parts rise although there is nothing to use the memory for. The numbers below " +
-      "leave that time out.",
-  ),
-  el(
-    "div",
-    { class: "charts" },
-    curve("Requests at once", { yLabel: "requests" }, sampled("requests")),
-    curve("Requests waiting", { yLabel: "requests" }, sampled("waiting")),
-    curve("Bytes in use", { formatY: human, tellY: bytes, least: 1024 }, sampled("in_use")),
-    curve(
-      "Bytes cached for later requests",
-      { formatY: human, tellY: bytes, least: 1024 },
-      sampled("cached"),
+        ]
+      : [],
+    el("h2", {}, "Over time"),
+    el(
+      "p",
+      {},
+      `${data.step} Once nobody is waiting, the last requests drain: few rows are left in many slabs, ` +
+        "so the wasted parts rise although there is nothing to use the memory for. The numbers below " +
+        "leave that time out.",
     ),
-    curve("Padding and fragmentation", asPercent, shares("padding", "fragmentation")),
-    curve("Block rounding", asPercent, shares("rounding")),
-    curve(
-      "Prompt tokens found cached, so far",
-      { ...asPercent, yLabel: "of prompt tokens" },
-      (policy) => ({ x: policy.history.seconds, values: policy.history.hit_rate }),
+    el(
+      "div",
+      { class: "charts" },
+      curve("Requests at once", { yLabel: "requests" }, sampled("requests")),
+      curve("Requests waiting", { yLabel: "requests" }, sampled("waiting")),
+      curve("Bytes in use", { formatY: human, tellY: bytes, least: 1024 }, sampled("in_use")),
+      curve(
+        "Bytes cached for later requests",
+        { formatY: human, tellY: bytes, least: 1024 },
+        sampled("cached"),
+      ),
+      curve("Padding and fragmentation", asPercent, shares("padding", "fragmentation")),
+      curve("Block rounding", asPercent, shares("rounding")),
+      curve(
+        "Prompt tokens found cached, so far",
+        { ...asPercent, yLabel: "of prompt tokens" },
+        (policy) => ({ x: policy.history.seconds, values: policy.history.hit_rate }),
+      ),
     ),
-  ),
-  el("h2", {}, "In numbers"),
-  table(
-    ["", ...policies.map(([name]) => name)],
-    ROWS.map(([name, of]) => ({
-      cells: [name, ...policies.map(([, { figures }]) => of(figures))],
-    })),
-    { caption: "Means are over the time in which requests were waiting" },
-  ),
-  el("footer", {}, el("p", {}, `kvstow ${data.kvstow}`)),
+    el("h2", {}, "In numbers"),
+    table(
+      ["", ...policies.map(([name]) => name)],
+      data.lines.map((cells) => ({ cells })),
+      { caption: "Means are over the time in which requests were waiting" },
+    ),
+  ],
+  {
+    after: () => {
+      recolour();
+      show();
+    },
+    made: [`kvstow ${data.kvstow}`],
+  },
 );
 show();

@@ -92,12 +92,7 @@ function drawSegment(segment, scale, height, labelled) {
     "aria-label": spoken(segment),
     "aria-selected": segment.chosen ? "true" : "false",
   });
-  rect.addEventListener("pointermove", (event) =>
-    tip.show(rect, segment.title, segment.facts, event),
-  );
-  rect.addEventListener("pointerleave", () => tip.hide());
-  rect.addEventListener("focus", () => tip.show(rect, segment.title, segment.facts, null));
-  rect.addEventListener("blur", () => tip.hide());
+  tells(rect, segment);
   if (segment.act) rect.addEventListener("click", () => segment.act());
   const name = labelled && fitting(segment, width);
   const text = name

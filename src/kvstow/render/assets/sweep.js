@@ -2,7 +2,6 @@
 
 const data = pageData();
 const fine = data.lines.filter((line) => line.error === null);
-const barred = data.layouts.filter((layout) => layout.error !== null);
 const requestsOf = (layout) => layout.requests[String(data.usual_tokens)];
 const copiesOf = (layout) => Math.max(...Object.values(layout.descriptors_per_block));
 const most = Math.max(1, ...fine.map(requestsOf));
@@ -79,42 +78,19 @@ const chooser = el(
   ),
 );
 
-const reasons = new Map();
-for (const layout of barred) {
-  const why = layout.error.split("\n")[0];
-  const name = `${layout.order} ${layout.packing}, tp ${layout.tp}`;
-  reasons.set(why, [...(reasons.get(why) ?? []), name]);
-}
-
-mount(
-  el(
-    "header",
-    { class: "top" },
+mountPage(
+  `${data.model}: layouts compared`,
+  [[data.arena, `pp ${data.pp}`, `rank ${data.rank}`, ...common].join(", ")],
+  [
     el(
-      "div",
+      "p",
       {},
-      el("h1", {}, `${data.model}: layouts compared`),
-      el(
-        "p",
-        { class: "soft" },
-        [data.arena, `pp ${data.pp}`, `rank ${data.rank}`, ...common].join(", "),
-      ),
+      `${counted(data.layouts.length, "layout")}; those that differ in nothing but order and packing are one line, `,
+      el("label", {}, "sorted by ", chooser),
     ),
-    themeButton(() => {}),
-  ),
-  el(
-    "p",
-    {},
-    `${counted(data.layouts.length, "layout")}; those that differ in nothing but order and packing are one line, `,
-    el("label", {}, "sorted by ", chooser),
-  ),
-  shown,
-  ...[...reasons].map(([why, names]) => el("p", { class: "bad" }, `${why}: ${names.join("; ")}`)),
-  el(
-    "footer",
-    {},
-    el("p", {}, el("code", {}, data.command)),
-    el("p", {}, `kvstow ${data.kvstow}`),
-  ),
+    shown,
+    data.reasons.map((reason) => el("p", { class: "bad" }, reason)),
+  ],
+  { made: [el("code", {}, data.command), `kvstow ${data.kvstow}`] },
 );
 show();

@@ -4,7 +4,7 @@ import itertools
 
 from block_layouts import HYBRID, packed_layout
 from kvstow.blocks.pool import Pool
-from kvstow.render.slab_history import MAX_MOMENTS, SlabHistory
+from kvstow.render.data import MAX_MOMENTS, SlabHistory
 
 
 def test_a_history_keeps_evenly_spread_moments_of_any_length():
