@@ -50,7 +50,7 @@ def pages(tmp_path_factory):
         "compare",
         "gemma-3-27b",
         "--tp",
-        "1,2",
+        "1,2,3",
         "--memory",
         "60GiB",
         "--html",
@@ -282,6 +282,7 @@ VISIBLE = """(node) => {
 def test_a_narrow_screen_shows_memory_command_answer_and_that_there_is_more(opened, pages):
     with opened(f"file://{pages}/compare.html", width=400) as page:
         assert "arena 60 GiB" in page.locator("header").inner_text()
+        assert "tokens per block 16, kv dtype bfloat16" in page.locator("header").inner_text()
         assert page.locator("header p").evaluate(VISIBLE)
         assert page.locator("code", has_text="kvstow compare gemma-3-27b").evaluate(VISIBLE)
         answers = page.locator("thead th", has_text="requests of 8,192")

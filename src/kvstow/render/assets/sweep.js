@@ -7,14 +7,17 @@ const copiesOf = (layout) => Math.max(...Object.values(layout.descriptors_per_bl
 const most = Math.max(1, ...fine.map(requestsOf));
 
 /** What all layouts have in common is said once, above the table. */
-const varies = (name) => new Set(data.layouts.map((layout) => layout[name])).size > 1;
+const valuesOf = (name) => [
+  ...new Set(data.layouts.map((layout) => layout[name]).filter((value) => value !== null)),
+];
+const varies = (name) => valuesOf(name).length > 1;
 const SWEPT = [
   ["tp", "tp", count],
   ["block_tokens", "tokens per block", count],
   ["kv_dtype", "kv dtype", String],
 ];
 const common = SWEPT.filter(([name]) => !varies(name)).map(
-  ([name, words, text]) => `${words} ${text(data.layouts[0][name])}`,
+  ([name, words, text]) => `${words} ${valuesOf(name).map(text)}`,
 );
 
 /** The answer stands beside what it is an answer for: a narrow screen shows both. */
