@@ -1,7 +1,7 @@
 """A small pretended engine: it fills memory and keeps ids; our two sides around it are real."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -11,10 +11,10 @@ from kvstow.adapters.vllm.cache.layout import (
     CacheDeclaration,
     DeclaredRegion,
     axes_of,
-    declared_groups,
     declared_layout,
 )
 from kvstow.adapters.vllm.cache.pages import DeclaredPage
+from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.mail import MailAddress
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
@@ -25,7 +25,9 @@ from kvstow.adapters.vllm.protocol import (
     LookUpKeys,
     StepResults,
 )
+from kvstow.adapters.vllm.scheduler.events import TierEvents
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
+from kvstow.adapters.vllm.scheduler.parts import EngineState
 from kvstow.adapters.vllm.scheduler.recall import Recall
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.adapters.vllm.worker.part import RankPart
@@ -35,7 +37,7 @@ from kvstow.memory.arena import Arena
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Extent
 from kvstow.transfer.transport.local import Fabric, LocalTransport
-from recorded_vllm import IDENTITY
+from recorded_vllm import IDENTITY, Pool, engine_state
 
 TOKENS, HEADS, CONTENT, NUM_BLOCKS = 4, 2, 8, 24
 PROMPT = list(range(500, 518))
@@ -160,13 +162,7 @@ class Engine:
         axes = ("block", "head", "token", "content") if block_tokens else axes_of(layout.order)
         arena = Arena.adopt(layout, dict(views), axes=axes)
         arena.file = host.file
-        desk = SchedulerSide(
-            declared_groups(declared),
-            NUM_BLOCKS,
-            settings,
-            identity=IDENTITY,
-            pulls_early=plain,
-        )
+        desk = SchedulerSide(engine_state(declared, settings, pulls_early=plain))
         hands = WorkerSide(arena, settings, transport=LocalTransport(fabric), name=name)
         has_mail = told == "at once"
         endpoint = hands.endpoint
@@ -244,10 +240,25 @@ class RecallAlone(Recall):
         has_tickets: bool = False,
     ) -> LookUpKeys | None:
         """A request is queued; what the workers are asked about it."""
-        keys = keys or RequestKeys(self._identity, request, self._sizes, ahead=self._ahead)
+        sizes = {group.block_tokens for group in self._groups}
+        keys = keys or RequestKeys(self._identity, request, sizes, ahead=self._engine.ahead)
         self.arrived(request, keys, has_tickets=has_tickets)
-        lookups = self._book.take().lookups
+        lookups = self._engine.take_step().lookups
         return lookups[0] if lookups else None
+
+    @staticmethod
+    def of(
+        engine: EngineState, events: TierEvents | None = None, ranks: Sequence[str] = ("0",)
+    ) -> tuple["RecallAlone", Pool]:
+        """For an engine with these ranks, and its pool."""
+        made, pool = RecallAlone(engine, events), Pool()
+        engine.pool = pool  # pyright: ignore
+        made.known.expect(ranks)
+        return made, pool
+
+    @property
+    def counts(self) -> EngineCounts:
+        return self._engine.counts
 
     def matched(self, id: str, num_computed: int) -> int | None:
         """Tokens beyond those that are computed."""
@@ -257,7 +268,7 @@ class RecallAlone(Recall):
     def order(self, id: str, ids: BlockIds, start: int, num_tokens: int) -> LoadBlocks:
         """The order of a load."""
         self.load(id, ids, start, num_tokens)
-        return self._book.take().loads[0]
+        return self._engine.take_step().loads[0]
 
     def answer(self, answer: KeysPresent) -> None:
         self.apply(StepResults(present={answer.request: answer}))

@@ -6,9 +6,13 @@ tests/adapters/vllm uses it without vLLM; tests/vllm compares it with what runni
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from kvstow.adapters.vllm.cache.layout import CacheDeclaration, DeclaredRegion
+from kvstow.adapters.vllm.cache.layout import CacheDeclaration, DeclaredRegion, declared_groups
 from kvstow.adapters.vllm.cache.pages import DeclaredPage
+from kvstow.adapters.vllm.identity import EngineWeights
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.scheduler.parts import EngineState
 from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Extent
@@ -154,6 +158,22 @@ def v4(num_blocks: int = 512) -> CacheDeclaration:
             for (page,) in groups
         ),
     )
+
+
+def engine_state(
+    declared: CacheDeclaration,
+    options: ConnectorOptions | None = None,
+    identity: Identity = IDENTITY,
+    **more: Any,
+) -> EngineState:
+    """What the parts of a scheduler's side share, of an engine that declares this."""
+    facts: dict[str, Any] = {
+        "groups": declared_groups(declared),
+        "num_blocks": declared.num_blocks,
+        "options": options or ConnectorOptions(),
+        "weights": EngineWeights(identity),
+    }
+    return EngineState(**facts | more)
 
 
 class Pool:

@@ -10,7 +10,7 @@ import torch
 from kvstow.adapters.vllm.cache.pages import retention_of
 from kvstow.adapters.vllm.engine import stop_one_token_short
 from kvstow.adapters.vllm.protocol import blocks_with_tokens
-from kvstow.adapters.vllm.scheduler.holds import BlockHolds
+from kvstow.adapters.vllm.scheduler.parts import BlockHolds
 from kvstow.plan.retention import first_seen_block, first_seen_token
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]

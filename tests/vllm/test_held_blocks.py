@@ -5,6 +5,7 @@ give those blocks to nobody before the last rank has let go of them.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +104,15 @@ class Desk:
 
     def tickets(self, prompt: list[int]) -> dict[str, Any]:
         """Transfer parameters as another engine of the same model would give them."""
-        from kvstow.adapters.vllm.options import ConnectorOptions
-        from kvstow.adapters.vllm.protocol import EngineRequest, WorkerEndpoint
+        from kvstow.adapters.vllm.identity import EngineWeights
+        from kvstow.adapters.vllm.protocol import EngineRequest, StepOrders, WorkerEndpoint
         from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 
         connector: Any = self.scheduler.connector
         ours = (connector._connectors[0] if self._among_others else connector)._scheduler_side
-        producer = SchedulerSide(
-            ours._offers._groups, NUM_BLOCKS, ConnectorOptions(), identity=ours._weights.identity
-        )
+        engine = ours._engine
+        weights = EngineWeights(engine.weights.identity)
+        producer = SchedulerSide(replace(engine, weights=weights, step=StepOrders(), workers=()))
         worker = WorkerEndpoint(
             agent="prefill-0-0",
             start="engine",
@@ -122,7 +123,7 @@ class Desk:
         producer.meet([worker])
         ids = tuple(range(1, 1 + -(-len(prompt) // BLOCK)))
         asked = EngineRequest(id="p", tokens=prompt, params={"do_remote_decode": True})
-        _, params = producer.finished(asked, (ids,) * len(ours._offers._groups), len(prompt) - 1)
+        _, params = producer.finished(asked, (ids,) * len(engine.groups), len(prompt) - 1)
         assert params is not None
         return params
 

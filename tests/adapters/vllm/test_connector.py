@@ -703,11 +703,11 @@ def test_a_weight_version_reaches_a_connector_among_others(connector: ModuleType
     from vllm.v1.engine.core import EngineCore  # pyright: ignore
 
     engine = Engine(connector, in_process=True)
-    before = engine.scheduler._scheduler._weights.identity
+    before = engine.scheduler._scheduler._engine.weights.identity
     core = EngineCore(SimpleNamespace(sub_connectors=[object(), engine.scheduler]))
     core.set_weight_version("step 1")
     assert core.weight_version == "step 1"
-    assert dict(engine.scheduler._scheduler._weights.identity.config) == {
+    assert dict(engine.scheduler._scheduler._engine.weights.identity.config) == {
         **dict(before.config),
         "run.weights": "'step 1'",
     }

@@ -35,7 +35,7 @@ from kvstow.adapters.vllm.engine import (
     steps_by_hand,
     stop_one_token_short,
 )
-from kvstow.adapters.vllm.identity import AdapterNames
+from kvstow.adapters.vllm.identity import AdapterNames, EngineWeights
 from kvstow.adapters.vllm.metrics import KvstowMetrics, KvstowStats
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.plugin import hear_weight_versions, step_while_loading
@@ -47,7 +47,7 @@ from kvstow.adapters.vllm.protocol import (
     request_of,
 )
 from kvstow.adapters.vllm.scheduler.events import TierEvents, check_published
-from kvstow.adapters.vllm.scheduler.holds import BlockHolds
+from kvstow.adapters.vllm.scheduler.parts import BlockHolds, EngineState
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.adapters.vllm.worker.side import WorkerSide
 from kvstow.events.format import CacheEvent
@@ -131,17 +131,17 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
                 check_published(vllm_config.kv_events_config)
                 size = kv_cache_config.hash_block_size or gcd(*(x.block_tokens for x in groups))
                 self._events = TierEvents(groups, self._groups_taken, size)
-            self._scheduler = SchedulerSide(
-                groups,
-                self._declared.num_blocks,
-                self._options,
-                identity=self._declared.identity,
+            engine = EngineState(
+                groups=groups,
+                num_blocks=self._declared.num_blocks,
+                options=self._options,
+                weights=EngineWeights(self._declared.identity),
                 num_ranks=self._declared.tp[1] * self._declared.pp[1],
                 takes_over=self._takes_over,
                 ahead=vllm_config.num_prefill_lookahead_tokens,
                 pulls_early=self._may_fill_free_blocks(kv_cache_config),
-                events=self._events,
             )
+            self._scheduler = SchedulerSide(engine, self._events)
 
     def _may_fill_free_blocks(self, kv_cache_config: CacheConfig) -> bool:
         """Whether nothing writes to blocks that vLLM counts as free, and its hashes are those of

@@ -13,7 +13,7 @@ import torch
 from kvstow.adapters.vllm.mail import Inbox, MailAddress
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import EarlyAnswer, EngineRequest
-from kvstow.adapters.vllm.scheduler.holds import BlockHolds
+from kvstow.adapters.vllm.scheduler.parts import BlockHolds
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric
 from pretended_engine import NUM_BLOCKS, PROMPT, TOKENS, Engine

@@ -2,17 +2,15 @@
 
 import pytest
 
-from kvstow.adapters.vllm.cache.layout import declared_groups
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import EngineRequest
 from kvstow.adapters.vllm.scheduler.events import TierEvents
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
-from kvstow.adapters.vllm.scheduler.source import OrderBook
 from kvstow.events.announce import Announcer
 from kvstow.events.format import BlockStored
 from kvstow.offload.watch import TierChange
 from pretended_engine import RecallAlone
-from recorded_vllm import IDENTITY, Pool, one_group
+from recorded_vllm import IDENTITY, engine_state, one_group
 
 BLOCK, NUM_BLOCKS = 4, 8
 
@@ -27,11 +25,9 @@ def test_a_request_that_grows_is_remembered_block_by_block(monkeypatch: pytest.M
         know(self, hashes, *arguments, **named)  # pyright: ignore
 
     monkeypatch.setattr(Announcer, "know", counted)
-    groups = declared_groups(one_group())
-    events = TierEvents(groups, (0,), BLOCK)
-    options = ConnectorOptions(host_bytes=1 << 20)
-    recall = RecallAlone(groups, IDENTITY, options, OrderBook(), num_blocks=100, events=events)
-    recall.stores.holds = Pool()
+    engine = engine_state(one_group(), ConnectorOptions(host_bytes=1 << 20), num_blocks=100)
+    events = TierEvents(engine.groups, (0,), BLOCK)
+    recall, _ = RecallAlone.of(engine, events)
     tokens, hashes = list[int](), list[bytes]()
     request = EngineRequest(id="r", tokens=tokens, hashes=hashes)
     recall.ask(request)

@@ -2,19 +2,20 @@
 
 from collections.abc import Mapping
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import Hold, StepResults
 from kvstow.adapters.vllm.scheduler import holds
 from kvstow.adapters.vllm.scheduler.holds import HeldPulls, RowToStore, StoreQueue
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
-from pretended_engine import NUM_BLOCKS, declaration, declared_groups
-from recorded_vllm import IDENTITY, Pool
+from pretended_engine import declaration
+from recorded_vllm import Pool, engine_state
 
 
 def of(rank: str, held: Mapping[int, tuple[int, ...]], released: tuple[int, ...] = ()):
@@ -26,11 +27,8 @@ def of(rank: str, held: Mapping[int, tuple[int, ...]], released: tuple[int, ...]
 
 
 def side() -> tuple[SchedulerSide, Pool]:
-    made = SchedulerSide(
-        declared_groups(declaration("BLHNC")), NUM_BLOCKS, ConnectorOptions(), identity=IDENTITY
-    )
-    pool = Pool()
-    made.held.pool = pool
+    made, pool = SchedulerSide(engine_state(declaration("BLHNC"))), Pool()
+    made.bind(pool)  # pyright: ignore
     return made, pool
 
 
@@ -81,9 +79,9 @@ HOLDS = st.dictionaries(
 def test_in_any_order_every_hold_is_given_back_and_no_block_before_its_last(
     pulls: dict[Hold, set[int]], random: Random
 ):
-    counts, pool = EngineCounts(), Pool()
-    held = HeldPulls(counts)
-    held.pool = pool
+    pool = Pool()
+    engine = engine_state(declaration("BLHNC"), pool=pool)
+    held, counts = HeldPulls(engine), engine.counts
     alive: dict[Hold, set[int]] = {}
     events = [*pulls, *pulls]
     random.shuffle(events)
@@ -113,9 +111,21 @@ class Clock:
 
 def queue(**limits: int) -> tuple[StoreQueue, Pool, Clock]:
     clock, pool = Clock(), Pool()
-    made = StoreQueue([100, 50], max_rows=limits.pop("max_rows", 10), clock=clock, **limits)
-    made.holds = pool
-    return made, pool, clock
+    rate = limits.get("bytes_per_second", 0)
+    engine = engine_state(
+        declaration("BLHNC"),
+        ConnectorOptions(host_bytes=1, store_bytes_per_second=rate),
+        groups=[row_of(100), row_of(50)],
+        num_blocks=limits.get("max_rows", 10) * (8 if rate else 2),
+        num_ranks=limits.get("num_ranks", 1),
+        pool=pool,
+    )
+    return StoreQueue(engine, clock=clock), pool, clock
+
+
+def row_of(nbytes: int) -> Any:
+    """A group with rows of so many bytes."""
+    return SimpleNamespace(layers=[SimpleNamespace(page_bytes=nbytes)])
 
 
 def row(block: int, group: int = 0) -> RowToStore:
@@ -123,8 +133,7 @@ def row(block: int, group: int = 0) -> RowToStore:
 
 
 def test_a_block_is_held_from_the_moment_it_is_queued_until_every_rank_has_stored_it():
-    made, pool, _ = queue()
-    made.num_ranks = 2
+    made, pool, _ = queue(num_ranks=2)
     made.add(row(3))
     made.add(row(4, group=1))
     assert pool.held == {3, 4}
@@ -156,7 +165,7 @@ def test_no_more_blocks_are_held_than_allowed_and_none_without_a_pool():
     assert not made.is_full
     made.add(row(2))
     assert made.is_full
-    assert StoreQueue([1], max_rows=5).is_full
+    assert StoreQueue(engine_state(declaration("BLHNC"))).is_full
 
 
 def test_workers_are_given_more_when_they_have_told_of_earlier_rows(monkeypatch):

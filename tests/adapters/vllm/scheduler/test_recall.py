@@ -9,11 +9,10 @@ from kvstow.adapters.vllm.cache.layout import CacheDeclaration, declared_groups
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import EngineRequest, KeyLevels, KeysPresent
 from kvstow.adapters.vllm.scheduler.key_index import Level, RequestKeys
-from kvstow.adapters.vllm.scheduler.source import OrderBook
 from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, Window
 from pretended_engine import RecallAlone
-from recorded_vllm import IDENTITY, Pool, hybrid, pages, smollm2, v4
+from recorded_vllm import IDENTITY, Pool, engine_state, hybrid, pages, smollm2, v4
 
 OFFLOADS = ConnectorOptions(host_bytes=1 << 20)
 WITH_DISK = ConnectorOptions(host_bytes=1 << 20, disk_path="/store", disk_bytes=1 << 20)
@@ -29,12 +28,8 @@ def made(
     num_blocks: int = 1000,
     ahead: int = 0,
 ) -> tuple[RecallAlone, Pool]:
-    groups = declared_groups(declared or hybrid())
-    recall = RecallAlone(groups, identity, options, OrderBook(), num_blocks=num_blocks, ahead=ahead)
-    pool = Pool()
-    recall.meet(["0"])
-    recall.stores.holds = pool
-    return recall, pool
+    declared = replace(declared or hybrid(), num_blocks=num_blocks)
+    return RecallAlone.of(engine_state(declared, options, identity, ahead=ahead))
 
 
 def asked(id: str, tokens: list[int] = LONG, **more: Any) -> EngineRequest:

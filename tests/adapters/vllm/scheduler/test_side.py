@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstow.adapters.vllm.cache.layout import CacheDeclaration, declared_groups
+from kvstow.adapters.vllm.cache.layout import CacheDeclaration
 from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.mail import Inbox
 from kvstow.adapters.vllm.options import ConnectorOptions
@@ -23,7 +23,7 @@ from kvstow.adapters.vllm.scheduler.offers import PinnedBlocks
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks
-from recorded_vllm import IDENTITY, hybrid
+from recorded_vllm import IDENTITY, engine_state, hybrid
 
 CARD = WorkerEndpoint(
     agent="p-0-0", start="s", address="tcp://127.0.0.1:1", key="", fingerprint="f" * 64
@@ -38,12 +38,7 @@ def side(
     identity: Identity = IDENTITY,
 ) -> SchedulerSide:
     declared = declared or hybrid()
-    made = SchedulerSide(
-        declared_groups(declared),
-        declared.num_blocks,
-        settings or ConnectorOptions(),
-        identity=identity,
-    )
+    made = SchedulerSide(engine_state(declared, settings, identity))
     made.meet([CARD])
     return made
 

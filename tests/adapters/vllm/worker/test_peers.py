@@ -55,8 +55,7 @@ class Fleet:
         engine = Engine.start(
             self.fabric, name, options, order, tp=tp, block_tokens=block_tokens, window=window
         )
-        if engine.desk.recall is not None:
-            engine.desk.recall.stores.holds = Pool()
+        engine.desk.bind(Pool())  # pyright: ignore
         self.engines.append(engine)
         return engine
 
@@ -390,7 +389,7 @@ def test_a_peer_that_hangs_while_it_writes_is_a_failed_load_whose_blocks_are_hel
     lender = fleet.start("lender-0-0", LENDS)
     computes(lender)
     asker, pool, awake = fleet.asker(lender, direction="write"), Pool(), Event()
-    asker.desk.held.pool = pool
+    asker.desk.bind(pool)  # pyright: ignore
     assert asked(asker) == 16
     transport = lender.part(RowServer).agent.endpoint.transport
     transport.before_copy = lambda _: awake.wait(120)  # pyright: ignore

@@ -55,7 +55,7 @@ def hung(*orders: str, pool: Pool | None, computed: int = 0) -> Iterator[tuple[H
     fabric = Fabric()
     prefill = Engine.start(fabric, "prefill", WRITES, orders[0])
     decode = Engine.start(fabric, "decode", WRITES, orders[1])
-    decode.desk.held.pool = pool
+    decode.desk.bind(pool)  # pyright: ignore
     writer = HungWriter(prefill)
     try:
         prefill.fill(1)
@@ -155,7 +155,7 @@ def test_a_failed_pull_is_mostly_quiet_at_once_and_holds_nothing(
     fabric, pool = Fabric(), Pool()
     options = replace(WRITES, direction=direction)
     prefill, decode = (Engine.start(fabric, name, options, "BLHNC") for name in ("p", "d"))
-    decode.desk.held.pool = pool
+    decode.desk.bind(pool)  # pyright: ignore
     try:
         params = prefill.prefill(THERE)
         prefill.step()

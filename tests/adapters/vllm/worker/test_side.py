@@ -16,9 +16,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvstow.adapters.vllm.cache.layout import (
-    declared_groups,
-)
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import OfferBlocks
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
@@ -35,7 +32,7 @@ from pretended_engine import (
     WayToTell,
     declaration,
 )
-from recorded_vllm import IDENTITY
+from recorded_vllm import engine_state
 from servers import Valkey, free_ports
 from waiting import wait_for
 
@@ -387,9 +384,7 @@ def test_who_does_not_know_the_secret_tells_a_worker_nothing():
     try:
         inbox = engine.hands.endpoint.inbox
         stranger = replace(engine.hands.endpoint, inbox=replace(inbox, secret=b"another"))
-        desk = SchedulerSide(
-            declared_groups(declaration("BLHNC")), NUM_BLOCKS, SETTINGS, identity=IDENTITY
-        )
+        desk = SchedulerSide(engine_state(declaration("BLHNC"), SETTINGS))
         desk.meet([stranger])
         Engine(desk, engine.hands, engine.views).prefill(THERE)
         assert not any(engine.hands.agent.endpoint.owner.generations[1])

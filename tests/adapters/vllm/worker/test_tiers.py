@@ -15,7 +15,6 @@ import torch
 from kvstow.adapters.vllm.cache.layout import (
     CacheDeclaration,
     axes_of,
-    declared_groups,
     declared_layout,
 )
 from kvstow.adapters.vllm.counts import EngineCounts
@@ -27,12 +26,11 @@ from kvstow.adapters.vllm.protocol import (
     StepOrders,
     StepResults,
 )
-from kvstow.adapters.vllm.scheduler.source import OrderBook
 from kvstow.adapters.vllm.worker.tiers import WorkerTiers
 from kvstow.memory.arena import Arena
 from kvstow.offload.host.shared import remove
 from pretended_engine import RecallAlone
-from recorded_vllm import IDENTITY, Pool, hybrid, one_group
+from recorded_vllm import Pool, engine_state, hybrid, one_group
 from servers import Valkey
 
 PROMPT = list(range(500, 518))
@@ -65,10 +63,7 @@ class Rank:
             )
         }
         arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
-        groups = declared_groups(declared)
-        recall = RecallAlone(groups, IDENTITY, options, OrderBook(), num_blocks=declared.num_blocks)
-        recall.stores.holds = pool = Pool()
-        recall.meet(["0"])
+        recall, pool = RecallAlone.of(engine_state(declared, options))
         counts = EngineCounts()
         made = Rank(recall, WorkerTiers(arena, options, counts, name="0"), views, pool, counts)
         made.step()
@@ -348,7 +343,8 @@ def test_an_answer_counts_when_all_ranks_have_given_theirs(ranks: list[Rank], va
     url = f"{valkey.url}?prefix=ranks&budget=10"
     rank = Rank.start(remotely(url), hybrid("BLHNC", 24))
     ranks.append(rank)
-    rank.recall.meet(["0", "1"])
+    rank.recall.known.expect(["0", "1"])
+    rank.recall._engine.num_ranks = 2
     lookup = rank.recall.ask(EngineRequest(id="d", tokens=PROMPT))
     assert lookup is not None
     everything = tuple((True,) * len(keys) for keys in lookup.keys)

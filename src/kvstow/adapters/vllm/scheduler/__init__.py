@@ -1,7 +1,7 @@
 """In the scheduler's process, one per engine: decides, and touches no memory.
 
 side        one engine's requests, step by step, with its sources of prefixes
-source      the verbs of a source; what is ordered for the next step
+parts       what the parts share: engine, pool, next step; the verbs of a source of prefixes
 handovers   tickets that came with requests: checked, kept alive, pulled with, given back
 early       pulls that are over before the engine plans their request
 offers      tickets for requests that have ended

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from kvstow.adapters.vllm.counts import EARLY_PULLS, EngineCounts
+from kvstow.adapters.vllm.counts import EARLY_PULLS
 from kvstow.adapters.vllm.engine import Request
 from kvstow.adapters.vllm.mail import Inbox
 from kvstow.adapters.vllm.protocol import (
@@ -26,9 +26,9 @@ from kvstow.adapters.vllm.protocol import (
     EarlyPull,
     Handover,
     PullBlocks,
-    WorkerEndpoint,
 )
-from kvstow.adapters.vllm.scheduler.holds import BlockHolds
+from kvstow.adapters.vllm.scheduler.parts import EngineState
+from kvstow.plan.retention import Full
 
 SPARE = 16
 """A part in so many of the pool stays free of early pulls."""
@@ -55,23 +55,21 @@ class Running:
 
 
 class EarlyPulls:
-    """Early pulls of one engine. With `seconds` 0 there are none; otherwise so long a new request
-    is waited for, and asked again in later steps. `pool` is the engine's."""
+    """Early pulls of one engine: a new request waits for its own for a moment, then is asked again
+    in later steps."""
 
-    def __init__(self, *, block_tokens: int, seconds: float, counts: EngineCounts) -> None:
-        self.pool: BlockHolds | None = None
-        self._block_tokens = block_tokens
-        self._seconds = seconds if block_tokens <= MOST_TOKENS else 0.0
-        self._counts = counts
-        self._workers: Sequence[WorkerEndpoint] = ()
+    def __init__(self, engine: EngineState) -> None:
+        group = engine.groups[0]
+        is_plain = len(engine.groups) == 1 and isinstance(group.retention, Full)
+        is_on = engine.pulls_early and is_plain and group.block_tokens <= MOST_TOKENS
+        self._engine = engine
+        self._block_tokens = group.block_tokens
+        self._seconds = engine.options.early_seconds if is_on and not engine.ahead else 0.0
         self._inbox = Inbox()
         self._numbers = count(1)
         self._running: dict[int, Running] = {}
         self._unplanned: dict[str, int] = {}
         """By request that the engine has not planned yet, blocks that wait for it."""
-
-    def meet(self, workers: Sequence[WorkerEndpoint]) -> None:
-        self._workers = tuple(workers)
 
     def __len__(self) -> int:
         """Pulls that are not over."""
@@ -79,7 +77,7 @@ class EarlyPulls:
 
     def begin(self, request: Request, handover: Handover) -> Begin:
         """Have every rank pull the whole blocks of a hand-over, but those that are here."""
-        size, pool = self._block_tokens, self.pool
+        size, pool = self._block_tokens, self._engine.pool
         total = min(handover.num_tokens, len(request.all_token_ids) - 1) // size
         if not self._seconds or pool is None or not self._may_be_found(request, total):
             return "beside steps"
@@ -104,7 +102,7 @@ class EarlyPulls:
             ),
             answer_to=self._inbox.address,
         )
-        told = [worker.inbox.send(order) for worker in self._workers]
+        told = [worker.inbox.send(order) for worker in self._engine.workers]
         if not any(told):
             pool.release(blocks)
             return "beside steps"
@@ -142,7 +140,7 @@ class EarlyPulls:
             return {}
         running.ranks_left -= 1
         if running.outcome != answer.outcome:  # the same from all, or it has failed
-            is_first = running.ranks_left + 1 == len(self._workers)
+            is_first = running.ranks_left + 1 == len(self._engine.workers)
             running.outcome = answer.outcome if is_first else "failed"
         if running.ranks_left:
             return {}
@@ -152,14 +150,15 @@ class EarlyPulls:
 
     def _end(self, running: Running) -> None:
         """Nothing writes to the blocks any more: they are the engine's, with what they hold."""
-        assert self.pool is not None
         if running.outcome == "accepted" and not running.is_void:
-            self.pool.enter(running.request, running.blocks, running.cached, self._block_tokens)
-        self.pool.release(running.blocks[::-1])  # a prompt's end is given away first
+            self._engine.blocks.enter(
+                running.request, running.blocks, running.cached, self._block_tokens
+            )
+        self._engine.blocks.release(running.blocks[::-1])  # a prompt's end is given away first
         if running.outcome != "accepted":
             self._unplanned.pop(running.request.request_id, None)
         is_late = running.outcome == "accepted" and running.is_late
-        self._counts[f"{EARLY_PULLS} {'late' if is_late else running.outcome}"] += 1
+        self._engine.counts[f"{EARLY_PULLS} {'late' if is_late else running.outcome}"] += 1
 
     def planned(self, request: str) -> None:
         """The engine has taken up a request, or has dropped it."""

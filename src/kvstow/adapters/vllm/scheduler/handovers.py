@@ -9,14 +9,11 @@ read once: the first request pulls, and the others find its blocks in the engine
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
-from kvstow.adapters.vllm.counts import REFUSED_REQUESTS, EngineCounts
+from kvstow.adapters.vllm.counts import REFUSED_REQUESTS
 from kvstow.adapters.vllm.engine import Request
-from kvstow.adapters.vllm.identity import EngineWeights
-from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EarlyOutcome,
@@ -24,16 +21,13 @@ from kvstow.adapters.vllm.protocol import (
     Handover,
     OtherPrompt,
     PullBlocks,
-    StepOrders,
     StepResults,
     handover_in,
     tickets_to_drop,
 )
 from kvstow.adapters.vllm.scheduler.early import EarlyPulls
-from kvstow.adapters.vllm.scheduler.holds import HeldPulls
-from kvstow.adapters.vllm.scheduler.source import Hits, OrderBook, PrefixSource
+from kvstow.adapters.vllm.scheduler.parts import EngineState, Hits, PrefixSource
 from kvstow.errors import TransferError
-from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.transfer.tickets.ticket import Ticket
 
@@ -47,28 +41,9 @@ class Handovers(PrefixSource):
     """Tickets of one engine's requests. Without `takes_over` nothing is pulled: the engine gives
     blocks away that a step under way still writes to."""
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        options: ConnectorOptions,
-        weights: EngineWeights,
-        book: OrderBook,
-        held: HeldPulls,
-        early: EarlyPulls,
-        counts: EngineCounts,
-        *,
-        max_tokens: int,
-        takes_over: bool,
-    ) -> None:
-        self._has_states = any(group.retention == AFTER_LAST_TOKEN for group in groups)
-        self._options = options
-        self._weights = weights
-        self._book = book
-        self._held = held
+    def __init__(self, engine: EngineState, early: EarlyPulls) -> None:
+        self._engine = engine
         self._early = early
-        self._counts = counts
-        self._max_tokens = max_tokens
-        self._takes_over = takes_over
         self._waiting: dict[str, Handover] = {}
         """By request, tickets that nobody has pulled with."""
         self._pulling: dict[str, Handover] = {}
@@ -93,14 +68,15 @@ class Handovers(PrefixSource):
                 self.offer(request.id, handover)
         except TransferError as error:
             log.warning("request %s: %s", request.id, error)
-            self._counts[REFUSED_REQUESTS] += 1
+            self._engine.counts[REFUSED_REQUESTS] += 1
             if not isinstance(error, OtherPrompt):
-                self._book.step.drops += tickets_to_drop(request, max_tokens=self._max_tokens)
+                most = self._engine.num_blocks * max(g.block_tokens for g in self._engine.groups)
+                self._engine.step.drops += tickets_to_drop(request, max_tokens=most)
 
     def offer(self, id: str, handover: Handover) -> None:
         """A request may take these tokens over."""
         self._waiting[id] = handover
-        self._book.step.keeps += handover.tickets
+        self._engine.step.keeps += handover.tickets
 
     def _pull_early(self, request: Request, handover: Handover) -> bool:
         """Pull before the engine plans the request; whether that is done, or has begun."""
@@ -110,7 +86,7 @@ class Handovers(PrefixSource):
             case "beside steps":
                 return False
             case "needless":
-                self._book.step.drops += handover.tickets
+                self._engine.step.drops += handover.tickets
             case "begun":
                 self._pulling[request.request_id] = handover
                 self._early_ones.add(request.request_id)
@@ -127,10 +103,10 @@ class Handovers(PrefixSource):
             elif is_awaited:
                 self.offer(id, handover)
             else:
-                self._book.step.drops += handover.tickets
+                self._engine.step.drops += handover.tickets
 
     def _check_role(self) -> None:
-        if not self._takes_over:
+        if not self._engine.takes_over:
             raise TransferError(
                 "this engine was started as kv_producer, for which vLLM does not keep blocks from "
                 'being written while they are loaded\n\nhint: "kv_role": "kv_both"',
@@ -140,9 +116,9 @@ class Handovers(PrefixSource):
     def _check_identity(self, handover: Handover) -> None:
         """Refuse tickets of another computation. Those that name none are compared when met, by
         what both engines were started with."""
-        own = self._weights.identity
+        own = self._engine.weights.identity
         for ticket in handover.tickets:
-            is_unnamed = ticket.identity == b"" and not self._weights.have_changed
+            is_unnamed = ticket.identity == b"" and not self._engine.weights.have_changed
             if ticket.identity != own.digest and not is_unnamed:
                 raise TransferError(
                     f"agent {ticket.agent!r} computes otherwise than {own.model!r} "
@@ -162,7 +138,7 @@ class Handovers(PrefixSource):
         most = len(request.tokens) - 1
         if handover.num_tokens <= most:
             return handover
-        if self._has_states:
+        if self._engine.has_states:
             raise TransferError(
                 f"tickets are for {handover.num_tokens} tokens, all of the request's: a recurrent "
                 "state that has seen the last one cannot see it again\n\n"
@@ -196,15 +172,15 @@ class Handovers(PrefixSource):
             self._pulling[id] = handover
             tickets = self._tickets_for(handover, num_tokens)
         is_peers = handover is not None and handover.from_peer
-        self._book.step.pulls.append(
+        self._engine.step.pulls.append(
             PullBlocks(
                 request=id,
                 tickets=tickets,
                 ids=ids,
                 start_token=start,
                 num_tokens=num_tokens,
-                seconds=self._options.peers_pull_seconds if is_peers else None,
-                may_hold=self._held.pool is not None,
+                seconds=self._engine.options.peers_pull_seconds if is_peers else None,
+                may_hold=self._engine.pool is not None,
             )
         )
         return {"p2p": num_tokens - start}
@@ -213,14 +189,14 @@ class Handovers(PrefixSource):
         """The tickets, if so many tokens can be had of them. A recurrent state is that after all
         tokens of the tickets, and none before."""
         has_them = num_tokens <= handover.num_tokens
-        if has_them and not (self._has_states and num_tokens < handover.num_tokens):
+        if has_them and not (self._engine.has_states and num_tokens < handover.num_tokens):
             return handover.tickets
         log.warning(
             "the engine wants %d tokens, the tickets are for %d: it computes them",
             num_tokens,
             handover.num_tokens,
         )
-        self._book.step.drops += handover.tickets
+        self._engine.step.drops += handover.tickets
         return ()
 
     def _is_pulled_for_another(self, handover: Handover) -> bool:
@@ -240,14 +216,14 @@ class Handovers(PrefixSource):
         if handover is None or self._is_pulled_for_another(handover):
             return
         if all(other.leases != handover.leases for other in self._waiting.values()):
-            self._book.step.drops += handover.tickets
+            self._engine.step.drops += handover.tickets
 
     def _use_up(self, used: Handover) -> None:
         """Tickets were pulled with: those who waited for it find what it brought in the cache."""
         self._used.append(used.leases)
         for other, handover in tuple(self._waiting.items()):
             if handover.leases == used.leases:
-                self._book.step.drops += self._waiting.pop(other).tickets
+                self._engine.step.drops += self._waiting.pop(other).tickets
 
     def ended(self, id: str, ids: BlockIds, num_tokens: int) -> None:
         self.computes(id)
@@ -255,7 +231,7 @@ class Handovers(PrefixSource):
     def apply(self, results: StepResults) -> None:
         self._settle(self._early.poll())
 
-    def plan(self, step: StepOrders) -> None:
+    def plan(self) -> None:
         self._settle(self._early.poll())
 
     def reset(self, identity: Identity) -> None:

@@ -21,70 +21,20 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstow.adapters.vllm.counts import (
-    HELD_BLOCKS,
-    RELEASED_BLOCKS,
-    EngineCounts,
-)
-from kvstow.adapters.vllm.engine import BlockPool, Request
+from kvstow.adapters.vllm.counts import HELD_BLOCKS, RELEASED_BLOCKS
 from kvstow.adapters.vllm.protocol import Hold, KeyedBlocks, StepResults, StoreBlocks
+from kvstow.adapters.vllm.scheduler.parts import EngineState
 
 MAX_BYTES_UNDER_WAY = 4 << 30
 """Bytes of one rank that the workers may be given before they have told of earlier ones. They tell
 once per step, and a step of 8,192 tokens of a model of 8 B fills 1 GiB."""
 
 
-class BlockHolds:
-    """vLLM's block pool: a block is held by one more reference. Blocks of the prefix cache are
-    those of caches with one group."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._pool.blocks)
-
-    @property
-    def num_free(self) -> int:
-        return self._pool.get_num_free_blocks()
-
-    def take(self, count: int) -> list[int]:
-        """So many free blocks, held; what they cached is forgotten."""
-        return [block.block_id for block in self._pool.get_new_blocks(count)]
-
-    def cached(self, hashes: Sequence[bytes], count: int) -> list[int]:
-        """Of the first `count` blocks of a prompt those that lie in the prefix cache, up to the
-        first that does not."""
-        found: list[int] = []
-        while len(found) < count and (hit := self._pool.get_cached_block(hashes[len(found)], [0])):
-            found.append(hit[0].block_id)
-        return found
-
-    def enter(self, request: Request, blocks: Sequence[int], first: int, block_tokens: int) -> None:
-        """Enter a request's blocks into the prefix cache, from number `first` on. They are held,
-        and hold what the engine would have computed."""
-        each = [self._pool.blocks[block] for block in blocks]
-        self._pool.cache_full_blocks(request, each, first, len(each), block_tokens, 0)
-
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Nobody is given these blocks until they are released."""
-        self._pool.touch([self._pool.blocks[block] for block in blocks])
-
-    def release(self, blocks: Sequence[int]) -> None:
-        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
-
-    def is_last(self, block: int) -> bool:
-        """Whether a held block is free once it is released: nobody else has it."""
-        return self._pool.blocks[block].ref_cnt == 1
-
-
 class HeldPulls:
-    """What the ranks hold, each for itself. Without a `pool` nothing can be held."""
+    """What the ranks hold, each for itself. Without the engine's pool nothing can be held."""
 
-    def __init__(self, counts: EngineCounts) -> None:
-        self.pool: BlockHolds | None = None
-        self._counts = counts
+    def __init__(self, engine: EngineState) -> None:
+        self._engine = engine
         self._holds: dict[Hold, tuple[int, ...]] = {}
 
     def __len__(self) -> int:
@@ -107,19 +57,17 @@ class HeldPulls:
             (RELEASED_BLOCKS, between - self.num_blocks),
         ):
             if count:
-                self._counts[what] += count
+                self._engine.counts[what] += count
 
     def _hold(self, held: Mapping[Hold, tuple[int, ...]]) -> None:
         for hold, blocks in held.items():
-            assert self.pool is not None, "a pull was held, and there is no pool"
             assert hold not in self._holds, f"{hold} is held already"
-            self.pool.hold(blocks)
+            self._engine.blocks.hold(blocks)
             self._holds[hold] = blocks
 
     def _release(self, released: Sequence[Hold]) -> None:
         for hold in released:
-            assert self.pool is not None
-            self.pool.release(self._holds.pop(hold))
+            self._engine.blocks.release(self._holds.pop(hold))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,23 +83,14 @@ class RowToStore:
 class StoreQueue:
     """Rows that wait to be stored, and those that are."""
 
-    def __init__(
-        self,
-        row_bytes: Sequence[int],
-        *,
-        max_rows: int,
-        bytes_per_second: int = 0,
-        num_ranks: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._row_bytes = tuple(row_bytes)
-        self._max_rows = max_rows
-        self._rate = bytes_per_second
+    def __init__(self, engine: EngineState, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._row_bytes = [sum(each.page_bytes for each in group.layers) for group in engine.groups]
+        self._rate = engine.options.store_bytes_per_second
+        self._max_rows = max(1, engine.num_blocks // (8 if self._rate else 2))
         self._clock = clock
         self._credit = 0.0
         self._credited_at = clock()
-        self.holds: BlockHolds | None = None
-        self.num_ranks = num_ranks
         self._keys: set[tuple[int, bytes]] = set()
         self._waiting: deque[RowToStore] = deque()
         self._jobs: dict[int, list[RowToStore]] = {}
@@ -165,15 +104,14 @@ class StoreQueue:
 
     @property
     def is_full(self) -> bool:
-        return self.holds is None or len(self._keys) >= self._max_rows
+        return self._engine.pool is None or len(self._keys) >= self._max_rows
 
     def contains(self, group: int, key: bytes) -> bool:
         return (group, key) in self._keys
 
     def add(self, row: RowToStore) -> None:
         """Hold the row's block; the row waits for its turn."""
-        assert self.holds is not None
-        self.holds.hold([row.block])
+        self._engine.blocks.hold([row.block])
         self._keys.add((row.group, row.key))
         self._waiting.append(row)
 
@@ -190,7 +128,7 @@ class StoreQueue:
             return None
         self._number += 1
         self._jobs[self._number] = rows
-        self._ranks_left[self._number] = self.num_ranks
+        self._ranks_left[self._number] = self._engine.num_ranks
         return StoreBlocks(job=self._number, rows=_by_group(rows))
 
     def _earn(self) -> None:
@@ -237,13 +175,12 @@ class StoreQueue:
 
     def _frees(self, row: RowToStore) -> bool:
         """Whether no request has the row's block any more. A running one has all of its own."""
-        return self.holds is not None and self.holds.is_last(row.block)
+        return self._engine.pool is not None and self._engine.blocks.is_last(row.block)
 
     def _let_go(self, rows: Sequence[RowToStore]) -> None:
         if not rows:
             return
-        assert self.holds is not None
-        self.holds.release([row.block for row in rows])
+        self._engine.blocks.release([row.block for row in rows])
         self._keys.difference_update((row.group, row.key) for row in rows)
 
 

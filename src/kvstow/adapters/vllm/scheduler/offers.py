@@ -1,30 +1,22 @@
 """Requests that have ended, offered to others: tickets, and the generations of their blocks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from secrets import randbits
 from typing import Any
 
 import numpy as np
 
-from kvstow.adapters.vllm.counts import (
-    NOT_OFFERED_REQUESTS,
-    OFFERED_REQUESTS,
-    EngineCounts,
-)
-from kvstow.adapters.vllm.identity import EngineWeights
-from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.counts import NOT_OFFERED_REQUESTS, OFFERED_REQUESTS
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
     Handover,
     OfferBlocks,
-    WorkerEndpoint,
     blocks_with_tokens,
     prompt_digest,
 )
-from kvstow.adapters.vllm.scheduler.source import OrderBook
+from kvstow.adapters.vllm.scheduler.parts import EngineState
 from kvstow.errors import BlockError
-from kvstow.plan.group import Group
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.tickets.ticket import Ticket
@@ -67,45 +59,29 @@ class PinnedBlocks:
 class SchedulerOffers:
     """Offers of one engine, in the name of its workers."""
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        num_blocks: int,
-        options: ConnectorOptions,
-        weights: EngineWeights,
-        book: OrderBook,
-        counts: EngineCounts,
-    ) -> None:
-        self._groups = tuple(groups)
-        self._pinned = PinnedBlocks(len(groups), num_blocks)
-        self._lease_seconds = options.lease_seconds
-        self._weights = weights
-        self._book = book
-        self._counts = counts
-        self._workers: tuple[WorkerEndpoint, ...] = ()
+    def __init__(self, engine: EngineState) -> None:
+        self._engine = engine
+        self._pinned = PinnedBlocks(len(engine.groups), engine.num_blocks)
         self._blocks: dict[str, Mapping[int, Blocks]] = {}
         """By request, blocks that a lease keeps."""
-
-    def meet(self, workers: Sequence[WorkerEndpoint]) -> None:
-        self._workers = tuple(workers)
 
     def make(self, request: EngineRequest, ids: BlockIds, num_tokens: int) -> dict[str, Any] | None:
         """Tickets for the request's blocks, as its answer carries them; None where it cannot be
         offered. The blocks are pinned first; workers are told at once, and in the next step."""
-        if not request.shareable or not self._workers:
-            self._counts[NOT_OFFERED_REQUESTS] += 1
+        if not request.shareable or not self._engine.workers:
+            self._engine.counts[NOT_OFFERED_REQUESTS] += 1
             return None
         blocks = {
-            g: blocks_with_tokens(group_ids, 0, num_tokens, self._groups[g].block_tokens)
+            g: blocks_with_tokens(group_ids, 0, num_tokens, self._engine.groups[g].block_tokens)
             for g, group_ids in enumerate(ids)
         }
         tickets = self._tickets(blocks, num_tokens)
         offer = OfferBlocks(request=request.id, tickets=tickets)
         self._blocks[request.id] = blocks
-        self._book.step.offers.append(offer)
-        self._counts[OFFERED_REQUESTS] += 1
+        self._engine.step.offers.append(offer)
+        self._engine.counts[OFFERED_REQUESTS] += 1
         digest = prompt_digest(request, num_tokens)
-        for worker, ticket in zip(self._workers, tickets, strict=True):
+        for worker, ticket in zip(self._engine.workers, tickets, strict=True):
             worker.inbox.send(OfferBlocks(request=request.id, tickets=(ticket,)))
         return Handover(tickets=tickets, num_tokens=num_tokens, prompt=digest).params()
 
@@ -118,14 +94,14 @@ class SchedulerOffers:
                 address=worker.address,
                 key=worker.key,
                 lease=randbits(LEASE_BITS) + 1,
-                lease_seconds=self._lease_seconds,
+                lease_seconds=self._engine.options.lease_seconds,
                 fingerprint=worker.fingerprint,
                 num_tokens=num_tokens,
                 blocks=blocks,
                 generations=generations,
-                identity=self._weights.identity.digest,
+                identity=self._engine.weights.identity.digest,
             ).signed(worker.ticket_key)
-            for worker in self._workers
+            for worker in self._engine.workers
         )
 
     def sent(self, request: str) -> None:

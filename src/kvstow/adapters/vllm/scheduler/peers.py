@@ -1,9 +1,7 @@
 """Which requests ask peers, in the scheduler."""
 
-from collections.abc import Sequence
-from math import gcd, lcm
+from math import gcd
 
-from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     AskPeers,
     BlockIds,
@@ -13,8 +11,7 @@ from kvstow.adapters.vllm.protocol import (
 )
 from kvstow.adapters.vllm.scheduler.handovers import Handovers
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
-from kvstow.adapters.vllm.scheduler.source import OrderBook, PrefixSource
-from kvstow.plan.group import Group
+from kvstow.adapters.vllm.scheduler.parts import EngineState, PrefixSource
 from kvstow.plan.identity import Identity
 from kvstow.transfer.channel.messages import MAX_ASKED_KEYS
 
@@ -22,22 +19,10 @@ from kvstow.transfer.channel.messages import MAX_ASKED_KEYS
 class PeerQuestions(PrefixSource):
     """Which requests ask peers; each does so once. Holds no memory and waits for nothing."""
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        options: ConnectorOptions,
-        book: OrderBook,
-        handovers: Handovers,
-        *,
-        ahead: int = 0,
-    ) -> None:
-        self._book, self._handovers = book, handovers
-        sizes = [group.block_tokens for group in groups]
-        self.step, self._unit = gcd(*sizes), lcm(*sizes)
+    def __init__(self, engine: EngineState, handovers: Handovers) -> None:
+        self._engine, self._handovers = engine, handovers
+        self.step = gcd(*(group.block_tokens for group in engine.groups))
         """Tokens from one key of a question to the next."""
-        self._least = options.peers_tokens
-        self._has_peers = bool(options.peers)
-        self._left = max(1, ahead)
         self._requests: dict[str, tuple[EngineRequest, RequestKeys]] = {}
         self._waiting: dict[str, int] = {}
         """Tokens that were held when peers were asked."""
@@ -57,14 +42,14 @@ class PeerQuestions(PrefixSource):
             return False
         request, keys = self._requests.pop(id)
         limits = request.load_limits
-        most = limits.up_to(len(request.tokens) - self._left, num_held)
-        limit = most // self._unit * self._unit
-        has_peer = limits.allows("cpu", "remote") and (self._has_peers or limits.peer)
-        if not has_peer or limit - num_held < max(self._least, 1):
+        most = limits.up_to(len(request.tokens) - max(1, self._engine.ahead), num_held)
+        limit = most // self._engine.unit * self._engine.unit
+        has_peer = limits.allows("cpu", "remote") and (self._engine.options.peers or limits.peer)
+        if not has_peer or limit - num_held < max(self._engine.options.peers_tokens, 1):
             return False
         self._waiting[id] = num_held
         first = tuple(keys.of(self.step, limit)[:MAX_ASKED_KEYS])
-        self._book.step.asks.append(
+        self._engine.step.asks.append(
             AskPeers(request=id, keys=first, step=self.step, first=limits.peer)
         )
         return True
@@ -76,7 +61,7 @@ class PeerQuestions(PrefixSource):
             num_held = self._waiting.pop(answer.request, None)
             num_tokens = answer.tickets[0].num_tokens if answer.tickets else 0
             if num_held is None or num_tokens <= num_held:
-                self._book.step.drops += answer.tickets
+                self._engine.step.drops += answer.tickets
             else:
                 handover = Handover(
                     tickets=answer.tickets, num_tokens=num_tokens, prompt="", from_peer=True
@@ -86,7 +71,7 @@ class PeerQuestions(PrefixSource):
     def computes(self, id: str) -> None:
         self._requests.pop(id, None)
         if self._waiting.pop(id, None) is not None:
-            step = self._book.step
+            step = self._engine.step
             step.asks = [order for order in step.asks if order.request != id]
 
     def ended(self, id: str, ids: BlockIds, num_tokens: int) -> None:
@@ -96,4 +81,4 @@ class PeerQuestions(PrefixSource):
         """Requests to come have keys of another identity: peers are not asked for older ones."""
         self._requests.clear()
         self._waiting.clear()
-        self._book.step.asks = []
+        self._engine.step.asks = []

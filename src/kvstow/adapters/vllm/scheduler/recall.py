@@ -11,16 +11,11 @@ needs: one is only possible at a multiple of all groups' tokens per block.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import Literal
 
 import numpy as np
 
-from kvstow.adapters.vllm.counts import (
-    NOT_NOTED_PROMPTS,
-    NOT_STORED_ROWS,
-    EngineCounts,
-)
+from kvstow.adapters.vllm.counts import NOT_NOTED_PROMPTS, NOT_STORED_ROWS
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -30,15 +25,13 @@ from kvstow.adapters.vllm.protocol import (
     LoadBlocks,
     LoadLimits,
     LookUpKeys,
-    StepOrders,
     StepResults,
 )
 from kvstow.adapters.vllm.scheduler.events import TierEvents
 from kvstow.adapters.vllm.scheduler.holds import RowToStore, StoreQueue
 from kvstow.adapters.vllm.scheduler.journal import EngineJournal
 from kvstow.adapters.vllm.scheduler.key_index import KeyIndex, Level, Levels, RequestKeys
-from kvstow.adapters.vllm.scheduler.source import Hits, HitSource, OrderBook, PrefixSource
-from kvstow.plan.group import Group
+from kvstow.adapters.vllm.scheduler.parts import EngineState, Hits, HitSource, PrefixSource
 from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, longest_prefix, seen_blocks
 from kvstow.plan.view import align_up
@@ -67,45 +60,23 @@ class RecalledRequest:
 class Recall(PrefixSource):
     """Look-ups, loads and stores of one engine."""
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        identity: Identity,
-        options: ConnectorOptions,
-        book: OrderBook,
-        *,
-        num_blocks: int,
-        num_ranks: int = 1,
-        ahead: int = 0,
-        events: TierEvents | None = None,
-        counts: EngineCounts | None = None,
-    ) -> None:
+    def __init__(self, engine: EngineState, events: TierEvents | None = None) -> None:
+        self._engine = engine
         self._events = events
-        self._groups = tuple(groups)
-        self._identity = identity
-        self._options = options
-        self._book = book
-        self._ahead = ahead
-        self._unit = lcm(*(group.block_tokens for group in groups))
-        self._sizes = {group.block_tokens for group in groups}
+        self._groups = engine.groups
+        self._identity = engine.weights.identity
+        self._unit = engine.unit
         self._requests: dict[str, RecalledRequest] = {}
         self.due: dict[str, int] = {}
         """By request, with how many tokens a block is full that was not when last looked at."""
-        self.known = KeyIndex(len(groups))
-        self.journal = _journal(options, identity, self._unit)
-        self.stores = StoreQueue(
-            [sum(layer.page_bytes for layer in group.layers) for group in groups],
-            max_rows=max(1, num_blocks // (8 if options.store_bytes_per_second else 2)),
-            bytes_per_second=options.store_bytes_per_second,
-            num_ranks=num_ranks,
-        )
-        self.counts = EngineCounts() if counts is None else counts
+        self.known = KeyIndex(len(engine.groups))
+        self.journal = _journal(engine.options, self._identity, self._unit)
+        self.stores = StoreQueue(engine)
 
-    def meet(self, ranks: Sequence[str]) -> None:
-        """These ranks have tiers. They may be fewer than there are, where a connector beside ours
+    def meet(self) -> None:
+        """The workers have tiers. They may be fewer than there are, where a connector beside ours
         has kept the others from us."""
-        self.known.expect(ranks)
-        self.stores.num_ranks = max(self.stores.num_ranks, len(ranks))
+        self.known.expect([worker.agent for worker in self._engine.workers])
 
     # ── coming back ───────────────────────────────────────────────────────────────
 
@@ -115,7 +86,8 @@ class Recall(PrefixSource):
         if not request.shareable:
             return
         if keys.identity is not self._identity:
-            keys = RequestKeys(self._identity, request, self._sizes, ahead=self._ahead)
+            sizes = {group.block_tokens for group in self._groups}
+            keys = RequestKeys(self._identity, request, sizes, ahead=self._engine.ahead)
         entry = RecalledRequest(request, keys, [0] * len(self._groups), request.load_limits)
         self._requests[request.id] = entry
         self._note_due(entry)
@@ -125,10 +97,10 @@ class Recall(PrefixSource):
         entry.stage = "asking"
         self._announce(entry, limit)
         each = tuple(tuple(keys.of(g.block_tokens, limit)) for g in self._groups)
-        self._book.step.lookups.append(LookUpKeys(request=request.id, keys=each))
+        self._engine.step.lookups.append(LookUpKeys(request=request.id, keys=each))
 
     def _must_ask(self, entry: RecalledRequest, limit: int) -> bool:
-        options = self._options
+        options = self._engine.options
         has_more = options.disk_path or options.host_shared or options.remote
         if not has_more or self._least_level(entry) != Level.BELOW:
             return False
@@ -150,7 +122,7 @@ class Recall(PrefixSource):
         entry = self._requests.get(answer.request)
         if entry is not None:
             entry.answer = answer if entry.answer is None else entry.answer.both(answer)
-            if entry.stage == "asking" and entry.answer.ranks >= self.stores.num_ranks:
+            if entry.stage == "asking" and entry.answer.ranks >= self._engine.num_ranks:
                 entry.stage = "known"
 
     def reach(self, id: str, num_computed: int, num_held: int) -> int | None:
@@ -174,14 +146,16 @@ class Recall(PrefixSource):
     def _least_level(self, entry: RecalledRequest) -> Level:
         """From where rows of this request may come."""
         allows = entry.limits.allows
-        if allows("storage", "local") or (self._options.remote and allows("storage", "remote")):
+        if allows("storage", "local") or (
+            self._engine.options.remote and allows("storage", "remote")
+        ):
             return Level.BELOW
         return Level.HOST
 
     def _limit(self, entry: RecalledRequest, num_computed: int = 0) -> int:
         """What could be loaded at most: the last token is always computed, and keys may cover
         what comes behind a block."""
-        tokens = len(entry.request.tokens) - max(1, self._ahead)
+        tokens = len(entry.request.tokens) - max(1, self._engine.ahead)
         most = entry.limits.up_to(tokens, num_computed)
         return max(0, most) // self._unit * self._unit
 
@@ -224,7 +198,7 @@ class Recall(PrefixSource):
             first = start // group.block_tokens
             places = [k for k in range(first, len(keys)) if ids[g][k] > 0]
             rows[g] = tuple(keys[k] for k in places), tuple(ids[g][k] for k in places)
-        self._book.step.loads.append(
+        self._engine.step.loads.append(
             LoadBlocks(request=id, rows=rows, num_tokens=num_tokens - start)
         )
         return self._hits(rows, num_tokens - start)
@@ -244,7 +218,9 @@ class Recall(PrefixSource):
         if level == Level.HOST:
             return "host"
         return (
-            "disk" if level == Level.BELOW or not self._options.remote else "external_unspecified"
+            "disk"
+            if level == Level.BELOW or not self._engine.options.remote
+            else "external_unspecified"
         )
 
     def computes(self, id: str) -> None:
@@ -267,7 +243,7 @@ class Recall(PrefixSource):
     def _note_due(self, request: RecalledRequest) -> None:
         each = zip(request.passed, self._groups, strict=True)
         tokens = min((done + 1) * group.block_tokens for done, group in each)
-        self.due[request.request.id] = tokens + self._ahead
+        self.due[request.request.id] = tokens + self._engine.ahead
 
     def computed(self, id: str, num_tokens: int, ids: BlockIds) -> None:
         """With the step that is planned, so many tokens of a request are in these blocks."""
@@ -284,7 +260,7 @@ class Recall(PrefixSource):
 
     def _num_keyed(self, request: RecalledRequest, num_tokens: int) -> int:
         """Of the first tokens, those whose blocks have keys."""
-        return max(0, min(num_tokens, len(request.request.tokens)) - self._ahead)
+        return max(0, min(num_tokens, len(request.request.tokens)) - self._engine.ahead)
 
     def _announce(self, request: RecalledRequest, num_tokens: int) -> None:
         """Events may tell of these blocks from now on."""
@@ -333,15 +309,15 @@ class Recall(PrefixSource):
     def _lost(self, num_rows: int) -> None:
         """So many rows are not stored, for good."""
         if num_rows:
-            self.counts[NOT_STORED_ROWS] += num_rows
+            self._engine.counts[NOT_STORED_ROWS] += num_rows
 
     def forget(self, id: str) -> None:
         """Nothing more of a request is stored, and nothing comes back for it."""
         self._requests.pop(id, None)
         self.due.pop(id, None)
 
-    def plan(self, step: StepOrders) -> None:
-        step.store = self.stores.take()
+    def plan(self) -> None:
+        self._engine.step.store = self.stores.take()
 
     def ended(self, id: str, ids: BlockIds, num_tokens: int) -> None:
         """A request is over. What is not stored of its blocks is queued, as far as there is room:
@@ -369,7 +345,7 @@ class Recall(PrefixSource):
         if self.journal is None or num_tokens < self._unit:
             return
         if self.journal.is_full:
-            self.counts[NOT_NOTED_PROMPTS] += 1
+            self._engine.counts[NOT_NOTED_PROMPTS] += 1
         else:
             self.journal.stored(request.request, num_tokens)
 

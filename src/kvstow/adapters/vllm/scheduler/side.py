@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.engine import Request
-from kvstow.adapters.vllm.identity import EngineWeights, unshared
-from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.identity import unshared
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
@@ -21,15 +20,12 @@ from kvstow.adapters.vllm.protocol import (
 from kvstow.adapters.vllm.scheduler.early import EarlyPulls
 from kvstow.adapters.vllm.scheduler.events import TierEvents
 from kvstow.adapters.vllm.scheduler.handovers import Handovers
-from kvstow.adapters.vllm.scheduler.holds import BlockHolds, HeldPulls
+from kvstow.adapters.vllm.scheduler.holds import HeldPulls
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
 from kvstow.adapters.vllm.scheduler.offers import SchedulerOffers
+from kvstow.adapters.vllm.scheduler.parts import BlockHolds, EngineState, Hits, PrefixSource
 from kvstow.adapters.vllm.scheduler.peers import PeerQuestions
 from kvstow.adapters.vllm.scheduler.recall import Recall
-from kvstow.adapters.vllm.scheduler.source import Hits, OrderBook, PrefixSource
-from kvstow.plan.group import Group
-from kvstow.plan.identity import Identity
-from kvstow.plan.retention import Full
 
 
 class Match(NamedTuple):
@@ -41,65 +37,22 @@ class Match(NamedTuple):
 
 
 class SchedulerSide:
-    """Bookkeeping of one engine, whose `num_ranks` workers compute together. With a draft model
-    rows are made of so many tokens `ahead`, too."""
+    """Bookkeeping of one engine."""
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        num_blocks: int,
-        options: ConnectorOptions,
-        *,
-        identity: Identity,
-        num_ranks: int = 1,
-        takes_over: bool = True,
-        ahead: int = 0,
-        pulls_early: bool = False,
-        events: TierEvents | None = None,
-    ) -> None:
-        """With `pulls_early` blocks of the engine's pool may be filled at any time: nothing that
-        runs writes to free ones."""
-        self.counts = EngineCounts()
-        self.held = HeldPulls(self.counts)
-        self._weights = weights = EngineWeights(identity)
-        self._book = book = OrderBook()
-        self._offers = SchedulerOffers(groups, num_blocks, options, weights, book, self.counts)
-        is_plain = len(groups) == 1 and isinstance(groups[0].retention, Full) and not ahead
-        self.early = EarlyPulls(
-            block_tokens=groups[0].block_tokens,
-            seconds=options.early_seconds if pulls_early and is_plain else 0.0,
-            counts=self.counts,
-        )
-        self._handovers = Handovers(
-            groups,
-            options,
-            weights,
-            book,
-            self.held,
-            self.early,
-            self.counts,
-            max_tokens=num_blocks * max(group.block_tokens for group in groups),
-            takes_over=takes_over,
-        )
+    def __init__(self, engine: EngineState, events: TierEvents | None = None) -> None:
+        self._engine = engine
+        self.held = HeldPulls(engine)
+        self.early = EarlyPulls(engine)
+        self._offers = SchedulerOffers(engine)
+        self._handovers = Handovers(engine, self.early)
         self._sources: list[PrefixSource] = [self._handovers]
-        self._ahead = ahead
-        self._key_sizes = {group.block_tokens for group in groups}
+        self._key_sizes = {group.block_tokens for group in engine.groups}
         self.recall: Recall | None = None
-        if options.offloads:
-            self.recall = Recall(
-                groups,
-                identity,
-                options,
-                book,
-                num_blocks=num_blocks,
-                num_ranks=num_ranks,
-                ahead=ahead,
-                events=events,
-                counts=self.counts,
-            )
+        if engine.options.offloads:
+            self.recall = Recall(engine, events)
             self._sources.append(self.recall)
-        if takes_over:
-            questions = PeerQuestions(groups, options, book, self._handovers, ahead=ahead)
+        if engine.takes_over:
+            questions = PeerQuestions(engine, self._handovers)
             self._key_sizes.add(questions.step)
             self._sources.append(questions)
         self._matches: dict[str, Match] = {}
@@ -109,26 +62,28 @@ class SchedulerSide:
         self._computes = False
         """Whether the last step computes something; it may still run when the next one is made."""
 
+    @property
+    def counts(self) -> EngineCounts:
+        return self._engine.counts
+
     def meet(self, workers: Sequence[WorkerEndpoint]) -> None:
         """The workers' agents, by rank."""
-        self._offers.meet(workers)
-        self.early.meet(workers)
+        self._engine.workers = tuple(workers)
+        self._engine.num_ranks = max(self._engine.num_ranks, len(workers))
         if self.recall is not None:
-            self.recall.meet([worker.agent for worker in workers])
+            self.recall.meet()
 
     def bind(self, pool: BlockHolds) -> None:
         """The engine's pool, whose blocks can be held."""
-        self.held.pool = self.early.pool = pool
-        if self.recall is not None:
-            self.recall.stores.holds = pool
+        self._engine.pool = pool
 
     # ── requests ──────────────────────────────────────────────────────────────────
 
     def arrived(self, request: EngineRequest, original: Request | None = None) -> None:
         """A request is queued; `original` is what the engine has of it."""
         self._handovers.take_in(request, original)
-        identity, sizes = self._weights.identity, self._key_sizes
-        keys = RequestKeys(identity, request, sizes, ahead=self._ahead)
+        identity, sizes = self._engine.weights.identity, self._key_sizes
+        keys = RequestKeys(identity, request, sizes, ahead=self._engine.ahead)
         has_tickets = self._handovers.has(request.id)
         for source in self._sources:
             source.arrived(request, keys, has_tickets=has_tickets)
@@ -214,17 +169,17 @@ class SchedulerSide:
 
     def take_counts(self) -> dict[str, Any]:
         """What was counted since the last call."""
-        return self.counts.take()
+        return self._engine.counts.take()
 
     def take_step(self, *, computes: bool) -> StepOrders:
         """What the workers are to do now; told once."""
         for source in self._sources:
-            source.plan(self._book.step)
-        step = self._book.take()
+            source.plan()
+        step = self._engine.take_step()
         step.idle = not computes and not self._computes
         self._computes = computes
         if computes:
-            self._weights.mark_used()
+            self._engine.weights.mark_used()
         return step
 
     def apply(self, results: StepResults, sent: Sequence[str] = ()) -> None:
@@ -243,25 +198,25 @@ class SchedulerSide:
         engines until the weights have a name. False while something is still being loaded: it was
         computed with the weights before.
         """
-        self._weights.change()
+        self._engine.weights.change()
         self._begin_anew()
         return not self.is_loading
 
     def name_weights(self, name: str) -> None:
         """All engines with the changed weights call them by this name. Precondition: no block of
         this engine holds anything that was computed before the change."""
-        self._weights.name(name)
+        self._engine.weights.name(name)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         for source in self._sources:
-            source.reset(self._weights.identity)
+            source.reset(self._engine.weights.identity)
 
     def forget_stored(self) -> None:
         """The engine has computed with blocks that turned out to be invalid. What it stored
         meanwhile cannot be told from the rest, so nothing that is stored is found any more."""
         if self.recall is not None:
-            self.recall.reset(unshared(self._weights.identity))
+            self.recall.reset(unshared(self._engine.weights.identity))
 
     def close(self) -> None:
         """The engine ends."""
