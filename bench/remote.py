@@ -33,8 +33,8 @@ from pathlib import Path
 import numpy as np
 from bench.machine import write
 
+from kvstow.offload.remote.client import RemoteOptions, open_client
 from kvstow.offload.remote.tier import RemoteTier
-from kvstow.offload.remote.url import RemoteOptions, opened
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
@@ -208,7 +208,7 @@ def in_turns(work: dict[str, Callable[[], object]], number: int) -> dict[str, tu
 
 def rates(name: str, server: ServerProcess, num_rows: int, rounds: int) -> dict[str, object]:
     """Put and get, bare and by the tier, in turns."""
-    client, _ = opened(patient(server.url))
+    client, _ = open_client(patient(server.url))
     tier = RemoteTier(client, layout(), options=OPTIONS)
     bare = BARE[name](server)
     nbytes = tier.layout.row_bytes(0)
@@ -263,7 +263,7 @@ def rates(name: str, server: ServerProcess, num_rows: int, rounds: int) -> dict[
 
 def look_ups(server: ServerProcess, rounds: int) -> dict[str, float]:
     """Rows looked up per second that are there, and that are not, 512 at a time."""
-    client, _ = opened(patient(server.url))
+    client, _ = open_client(patient(server.url))
     tier = RemoteTier(client, layout(), options=OPTIONS)
     row = [np.zeros(tier.layout.row_bytes(0), np.uint8)]
     keys = [f"look {i}".encode() for i in range(64)] * 8
@@ -286,7 +286,7 @@ def look_ups(server: ServerProcess, rounds: int) -> dict[str, float]:
 
 def dead(server: ServerProcess) -> dict[str, float]:
     """What a request costs when the store has died: the first one, and those after it."""
-    client, _ = opened(server.url)
+    client, _ = open_client(server.url)
     options = RemoteOptions(budget=0.25, load=1.0)
     tier = RemoteTier(client, layout(), options=options)
     row = [np.zeros(tier.layout.row_bytes(0), np.uint8)]

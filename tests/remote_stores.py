@@ -119,5 +119,5 @@ def _each(arena, group, listed, num_tokens, what):
 def ranges_of(client, wanted):
     """The ranges of all objects, when all of them have come."""
     found = [None] * len(wanted)
-    client.get_ranges(wanted, found.__setitem__)
+    client.get(wanted, found.__setitem__)
     return found

@@ -130,11 +130,11 @@ def _stores_of_ranks(path: Path) -> list[Path]:
 @contextmanager
 def client_at(url: str) -> "Generator[BlobClient]":
     """A client of a remote store; ends with 2 where the URL names none."""
-    from kvstow.offload.remote.url import opened, parse
+    from kvstow.offload.remote.client import open_client, parse
 
     with usage(StoreError):
         parse(url)
-    client, _ = opened(url)
+    client, _ = open_client(url)
     with closing(client):
         yield client
 

@@ -32,8 +32,8 @@ from kvstow.offload.host.tier import HostTier
 from kvstow.offload.journal import Journal, JournalKind
 from kvstow.offload.keys import Keyed, PromptRows, links, tokenwise_groups
 from kvstow.offload.metrics import watch_tiers
+from kvstow.offload.remote.client import parse
 from kvstow.offload.remote.tier import RemoteTier
-from kvstow.offload.remote.url import parse
 from kvstow.offload.rows import check_joinable, matching_group
 from kvstow.offload.tier import Bools, Tier, TierChain, held_by_any, known_identity
 from kvstow.offload.why import WhyEnded, why_ended
@@ -57,7 +57,7 @@ class Store:
     `disk_bytes` is needed where there is no store in the directory yet. `identity` says which
     computation makes the rows, unless the layout that is bound does. Sizes are numbers or words
     such as "8GiB". Several ranks may be given one directory; each has a folder of its own there.
-    A remote store (`s3://…`, `redis://…`, `mooncake://…`, see `offload.remote.url`) is shared by
+    A remote store (`s3://…`, `redis://…`, `mooncake://…`, see `offload.remote.client`) is shared by
     all ranks and machines, whatever their layout. Stored prompts are noted for `kvstow why` in the
     directory `journal_path`, or on `disk`; without either, nothing is noted.
 

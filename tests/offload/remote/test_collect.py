@@ -12,11 +12,10 @@ import pytest
 from kvstow.errors import StoreError
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote import collect as collecting
-from kvstow.offload.remote.client import Blob, whole_objects
+from kvstow.offload.remote.client import Blob, RemoteOptions, open_client, whole_objects
 from kvstow.offload.remote.collect import USAGE, collect, last_usage, rows_in
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.tier import RemoteTier
-from kvstow.offload.remote.url import RemoteOptions, opened
 from offloading import IDENTITY, numbered_row
 from remote_stores import PROMPT, layout_of
 
@@ -35,7 +34,7 @@ def later():
 
 
 def tier_of(url, tenant="shared", **options):
-    client, _ = opened(url)
+    client, _ = open_client(url)
     options = RemoteOptions(budget=10.0, tenant=tenant, **options)
     return RemoteTier(client, layout_of(block_tokens=2), options=options)
 
@@ -169,7 +168,7 @@ def test_a_collector_beside_writers_and_readers_never_makes_a_wrong_row(valkey_u
     nbytes = writer._objects[0].nbytes
 
     def collected():
-        client, _ = opened(valkey_url)
+        client, _ = open_client(valkey_url)
         try:
             while not over.is_set():
                 collect(client, most=2 * nbytes, clock=lambda: time.time() + 60)
@@ -209,7 +208,7 @@ def test_objects_that_are_no_rows_are_neither_counted_nor_removed(url):
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"time": 1, "more": 2}', b"\xff"])
 def test_a_count_that_cannot_be_read_is_no_count(valkey_url, data):
-    client, _ = opened(valkey_url)
+    client, _ = open_client(valkey_url)
     client.put([Blob(USAGE, np.frombuffer(data, np.uint8))])
     assert last_usage(client) is None
     client.close()
@@ -229,7 +228,7 @@ def test_the_count_is_plain_json(valkey_url):
 
 @pytest.mark.remote
 def test_a_store_that_cannot_list_says_so(mooncake_url):
-    client, _ = opened(mooncake_url)
+    client, _ = open_client(mooncake_url)
     with pytest.raises(StoreError, match="Mooncake evicts by itself"):
         collect(client)
     client.close()

@@ -10,11 +10,10 @@ import pytest
 from kvstow.observe import Telemetry
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote.calls import WINDOW_CALLS, Breaker
-from kvstow.offload.remote.client import NO_ROOM, Blob, whole_objects
+from kvstow.offload.remote.client import NO_ROOM, Blob, RemoteOptions, open_client, whole_objects
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.objects import RowObjects
-from kvstow.offload.remote.tier import RemoteTier, _Room
-from kvstow.offload.remote.url import RemoteOptions, opened
+from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.store import Store
 from offloading import IDENTITY, numbered_row
 from remote_stores import PROMPT, TOKENS, blocks_of, check, filled, layout_of
@@ -28,14 +27,11 @@ class Watched:
     """A client that counts names by verb, and keeps calls waiting while a gate is shut."""
 
     def __init__(self, url):
-        self.client, _ = opened(url)
+        self.client, _ = open_client(url)
         self.where, self.puts_at_once = self.client.where, self.client.puts_at_once
         self.asked = Counter()
         self.gates = {}
         self.broken = ""
-
-    def memory(self, nbytes):
-        return self.client.memory(nbytes)
 
     def __getattr__(self, verb):
         method = getattr(self.client, verb)
@@ -93,13 +89,11 @@ def test_threads_live_on_after_an_error_that_nobody_foresaw(valkey_url):
     tier.close()
 
 
-@pytest.mark.parametrize("what", ["memory", "bytes"])
-def test_a_row_that_could_not_be_copied_is_not_waited_for(valkey_url, monkeypatch, what):
+def test_a_row_that_could_not_be_copied_is_not_waited_for(valkey_url, monkeypatch):
     tier = tier_of(valkey_url)
     keys, rows = KEYS[:3], [numbered_row(tier, 0, n) for n in range(3)]
     made = []
-    target, name = (_Room, "take") if what == "memory" else (RowObjects, "written")
-    true = getattr(target, name)
+    true = RowObjects.written
 
     def fails(*arguments):
         made.append(arguments)
@@ -108,7 +102,7 @@ def test_a_row_that_could_not_be_copied_is_not_waited_for(valkey_url, monkeypatc
         return true(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(target, name, fails)
+        patch.setattr(RowObjects, "written", fails)
         with pytest.raises(MemoryError):
             tier.store(0, keys, rows)
     assert tier.flush(10)
@@ -179,7 +173,7 @@ def test_a_dead_store_is_asked_a_few_times_and_then_left_alone(tmp_path):
 @pytest.mark.parametrize("kind", [Valkey, pytest.param(Seaweed, marks=pytest.mark.remote)])
 def test_a_store_that_hangs_costs_a_budget_and_comes_back(tmp_path, kind):
     with kind(tmp_path) as server:
-        tier = tier_of(opened(server.url)[0], budget=5.0, load=5.0)
+        tier = tier_of(open_client(server.url)[0], budget=5.0, load=5.0)
         stored(tier)
         assert loaded(tier) == [True] * 6
         tier._look_ups.forget(0, KEYS)
@@ -267,7 +261,7 @@ def test_an_answer_that_comes_too_late_touches_nothing(valkey_url):
 )
 def test_rows_are_right_or_missing_while_a_server_is_killed_and_started(tmp_path, kind):
     with kind(tmp_path) as server:
-        writer, reader = (tier_of(opened(server.url)[0], load=2.0) for _ in range(2))
+        writer, reader = (tier_of(open_client(server.url)[0], load=2.0) for _ in range(2))
         stored(writer)
         reader.refresh()
         over, results, errors = Event(), Counter(), []
@@ -336,7 +330,7 @@ def test_a_row_that_s3_takes_long_to_store_holds_up_no_others(s3_url):
 def test_rows_that_a_full_store_refuses_are_counted_and_the_others_are_read(tmp_path, caplog):
     with Valkey(tmp_path) as server:
         tier, stranger = (
-            tier_of(opened(server.url)[0], tenant=tenant) for tenant in ("known", "stranger")
+            tier_of(open_client(server.url)[0], tenant=tenant) for tenant in ("known", "stranger")
         )
         stored(tier, range(2))
         tier.client._redis.config_set("maxmemory", "1")  # nothing fits any more
@@ -435,7 +429,7 @@ def newer(blob):
 
 
 def test_wrong_objects_are_misses_with_a_reason_and_are_written_again(url):
-    client, _ = opened(url)
+    client, _ = open_client(url)
     tier = tier_of(url)
     stored(tier)
     damage(client, tier, 0, flipped)
@@ -459,7 +453,7 @@ def test_wrong_objects_are_misses_to_other_layouts_too(url):
     with Store(remote=url) as store:
         store.save(arena, blocks, PROMPT)
         store.flush(20)
-        client, _ = opened(url)
+        client, _ = open_client(url)
         damage(client, store.remote, 0, lambda blob: blob[:-100])
         damage(client, store.remote, 1, newer)
     layout = layout_of(tp=(1, 2), order="BHLNC")
@@ -482,7 +476,7 @@ def test_wrong_objects_are_misses_to_other_layouts_too(url):
 def test_a_manifest_that_is_not_what_its_name_says_is_not_used(valkey_url, change):
     tier = tier_of(valkey_url)
     stored(tier)
-    client, _ = opened(valkey_url)
+    client, _ = open_client(valkey_url)
     writer = WriterLayout.of(layout_of())
     name = f"{tier._directory.base}/manifest/{writer.fingerprint}"
     data = whole_objects(client, [name], 1 << 20)[0].copy()
@@ -497,7 +491,7 @@ def test_a_manifest_that_is_not_what_its_name_says_is_not_used(valkey_url, chang
 def test_a_lost_directory_is_written_again(valkey_url):
     tier = tier_of(valkey_url)
     stored(tier, range(3))
-    client, _ = opened(valkey_url)
+    client, _ = open_client(valkey_url)
     client.delete([f"{tier._directory.base}/layout/000"])
     reader = tier_of(valkey_url)
     assert not reader.contains(0, KEYS).any()

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from kvstow.offload.keys import block_keys
-from kvstow.offload.remote.client import StoreUnreachable, whole_objects
+from kvstow.offload.remote.client import RemoteOptions, StoreUnreachable, open_client
 from kvstow.offload.remote.tier import RemoteTier
-from kvstow.offload.remote.url import RemoteOptions, opened
 from offloading import IDENTITY, numbered_row
 from remote_stores import PROMPT, layout_of, ranges_of
 from waiting import wait_for
@@ -21,7 +20,7 @@ class OneByOne:
     """A client that hands over rows, the last one first, when a gate opens for each of them."""
 
     def __init__(self, url, stored):
-        self.client, _ = opened(url)
+        self.client, _ = open_client(url)
         self.stored = stored
         self.gates = [Event() for _ in KEYS]
         self.fails_before = -1
@@ -30,13 +29,11 @@ class OneByOne:
     def __getattr__(self, name):
         return getattr(self.client, name)
 
-    def get(self, names, most, arrived):
-        if len(names) != len(KEYS):  # the directory's entries and manifests
-            return self.client.get(names, most, arrived)
-        return self._hand_over(whole_objects(self.client, names, most), arrived)
-
-    def get_ranges(self, wanted, arrived):
-        self._hand_over(ranges_of(self.client, wanted), arrived)
+    def get(self, wanted, arrived):
+        if len(wanted) != len(KEYS):  # the directory's entries and manifests
+            self.client.get(wanted, arrived)
+        else:
+            self._hand_over(ranges_of(self.client, wanted), arrived)
 
     def _hand_over(self, found, arrived):
         for number, gate in reversed(list(enumerate(self.gates))):
@@ -134,10 +131,9 @@ def test_rows_that_come_after_the_time_limit_touch_nothing_and_those_before_stay
 def test_an_object_that_is_damaged_on_its_way_is_a_miss_and_the_next_ones_come(tier):
     def damaged(data):
         tier.client.change = lambda data: data
-        parts = data if isinstance(data, list) else [data]
-        parts[-1] = parts[-1].copy()
-        parts[-1][-1] ^= 1
-        return parts if isinstance(data, list) else parts[0]
+        data[-1] = data[-1].copy()
+        data[-1][-1] ^= 1
+        return data
 
     wanted = expected(tier)
     tier.client.change = damaged

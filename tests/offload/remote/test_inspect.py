@@ -10,9 +10,8 @@ from kvstow.cli import app
 from kvstow.offload.journal import Journal
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote import collect as collecting
-from kvstow.offload.remote.client import Blob, whole_objects
+from kvstow.offload.remote.client import Blob, open_client, whole_objects
 from kvstow.offload.remote.directory import WriterLayout
-from kvstow.offload.remote.url import opened
 from kvstow.offload.store import Store
 from kvstow.plan.identity import Identity
 from offloading import IDENTITY
@@ -79,7 +78,7 @@ def test_verify_finds_a_flipped_bit_and_removes_the_row(url, rows):
     done = run("store", "verify", url, "--json")
     assert done.exit_code == 0
     assert json.loads(done.stdout)["rows"] == rows
-    client, _ = opened(url)
+    client, _ = open_client(url)
     victim = next(collecting.rows_in(client)).facts.name
     blob = whole_objects(client, [victim], 1 << 20)[0].copy()
     blob[-1] ^= 1

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from kvstow.offload.keys import block_keys
-from kvstow.offload.remote.client import NO_ROOM, Blob, whole_objects
+from kvstow.offload.remote.client import NO_ROOM, Blob, RemoteOptions, open_client, whole_objects
 from kvstow.offload.remote.tier import RemoteTier
-from kvstow.offload.remote.url import RemoteOptions, opened
 from offloading import IDENTITY, numbered_row
 from remote_stores import PROMPT, layout_of, ranges_of
 from servers import Mooncake
@@ -27,7 +26,7 @@ def server(tmp_path):
 
 
 def tier_of(server, tenant="shared"):
-    client, _ = opened(server.url + "&stage=16MiB")
+    client, _ = open_client(server.url + "&stage=16MiB")
     options = RemoteOptions(budget=10.0, load=20.0, tenant=tenant)
     return RemoteTier(client, layout_of(), options=options)
 
@@ -96,7 +95,7 @@ def test_a_master_that_was_started_again_knows_no_rows_and_takes_new_ones(server
 
 def test_objects_that_somebody_else_is_making_are_missing_or_whole(server):
     """Ranks of one engine look for the same objects while others make them."""
-    first, second = (opened(server.url + "&stage=16MiB")[0] for _ in range(2))
+    first, second = (open_client(server.url + "&stage=16MiB")[0] for _ in range(2))
     data = np.arange(1 << 16).view(np.uint8)
     over, seen, errors = Event(), set(), []
     now = [0]
@@ -129,16 +128,14 @@ def test_objects_that_somebody_else_is_making_are_missing_or_whole(server):
 
 
 def test_bytes_that_were_read_stay_as_they_are_while_more_is_read(server):
-    client, _ = opened(server.url + "&stage=16MiB")
+    client, _ = open_client(server.url + "&stage=16MiB")
     rows = [np.full(3 << 20, n, np.uint8) for n in range(12)]
-    lent = client.memory(3 << 20)
-    lent[:] = 99
     blobs = [Blob(f"row {n}", row) for n, row in enumerate(rows)]
-    assert client.put([*blobs, Blob("lent", lent)]) == {}
+    assert client.put([*blobs, Blob("large", np.full(3 << 20, 99, np.uint8))]) == {}
     kept = [whole_objects(client, [blob.name], 3 << 20)[0][7:] for blob in blobs]
     for _ in range(8):  # memory that is let go of is used again
-        assert (whole_objects(client, ["lent"], 3 << 20)[0] == 99).all()
-        (parts,) = ranges_of(client, [("lent", [(0, 1 << 20)])])
+        assert (whole_objects(client, ["large"], 3 << 20)[0] == 99).all()
+        (parts,) = ranges_of(client, [("large", [(0, 1 << 20)])])
         assert (parts[0] == 99).all()
     for n, row in enumerate(kept):
         assert (row == n).all()

@@ -13,9 +13,8 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from kvstow.offload.remote.client import THERE, Blob, StoreUnreachable, whole_objects
+from kvstow.offload.remote.client import THERE, Blob, StoreUnreachable, open_client, whole_objects
 from kvstow.offload.remote.redis import RedisClient
-from kvstow.offload.remote.url import opened
 from remote_stores import ranges_of
 from servers import Valkey
 from waiting import wait_for
@@ -26,7 +25,7 @@ def data(n, nbytes):
 
 
 def test_many_objects_of_all_sizes_are_made_at_once_and_come_back_whole(valkey_url):
-    client, _ = opened(valkey_url)
+    client, _ = open_client(valkey_url)
     sizes = [1, 2, 3, 5 << 20, *range(4, 500), 9 << 20]
     blobs = [Blob(f"object {n}", data(n, nbytes)) for n, nbytes in enumerate(sizes)]
     assert client.put(blobs) == {}
@@ -37,7 +36,7 @@ def test_many_objects_of_all_sizes_are_made_at_once_and_come_back_whole(valkey_u
 
 
 def test_an_object_that_is_there_stays_as_it_is(valkey_url):
-    client, _ = opened(valkey_url)
+    client, _ = open_client(valkey_url)
     assert client.put([Blob("a", data(0, 100))]) == {}
     assert client.put([Blob("a", data(1, 50)), Blob("b", data(2, 50))]) == {"a": THERE}
     first, second = whole_objects(client, ["a", "b"], 100)
@@ -47,7 +46,7 @@ def test_an_object_that_is_there_stays_as_it_is(valkey_url):
 
 
 def test_a_listing_says_when_objects_were_last_used_and_is_no_use_of_them(valkey_url):
-    client, _ = opened(valkey_url)
+    client, _ = open_client(valkey_url)
     client.put([Blob("a", data(0, 100))])
 
     def idle():
@@ -134,7 +133,7 @@ def tls_before(port, certificate):
 def test_objects_of_all_sizes_go_over_tls_and_come_back_whole(valkey, certificate):
     with tls_before(valkey.ports[0], certificate) as port:
         url = f"rediss://127.0.0.1:{port}/0?prefix=tls&load=60&ca_file={certificate[0]}"
-        client, _ = opened(url)
+        client, _ = open_client(url)
         sizes = [1, 2, 3, 5 << 20, *range(4, 300), 9 << 20]
         blobs = [Blob(f"object {n}", data(n, nbytes)) for n, nbytes in enumerate(sizes)]
         names = [blob.name for blob in blobs]
@@ -146,18 +145,18 @@ def test_objects_of_all_sizes_go_over_tls_and_come_back_whole(valkey, certificat
         ((part,),) = ranges_of(client, [("object 3", [(1 << 20, 2 << 20)])])
         assert (part == data(3, 5 << 20)[1 << 20 : 2 << 20]).all()
         client.close()
-        plain, _ = opened(f"{valkey.url}?prefix=tls")
+        plain, _ = open_client(f"{valkey.url}?prefix=tls")
         assert (whole_objects(plain, ["object 3"], 5 << 20)[0] == data(3, 5 << 20)).all()
         plain.close()
 
 
 def test_a_server_whose_certificate_nobody_trusts_gets_nothing(valkey, certificate):
     with tls_before(valkey.ports[0], certificate) as port:
-        client, _ = opened(f"rediss://127.0.0.1:{port}/0?prefix=untrusted")
+        client, _ = open_client(f"rediss://127.0.0.1:{port}/0?prefix=untrusted")
         with pytest.raises(StoreUnreachable, match="certificate verify failed"):
             client.put([Blob("a", data(0, 100))])
         client.close()
-    plain, _ = opened(f"{valkey.url}?prefix=untrusted")
+    plain, _ = open_client(f"{valkey.url}?prefix=untrusted")
     assert not plain.exists(["a"]).any()
     plain.close()
 
@@ -165,7 +164,7 @@ def test_a_server_whose_certificate_nobody_trusts_gets_nothing(valkey, certifica
 def test_a_put_over_tls_to_a_server_that_hangs_ends(tmp_path, certificate):
     with Valkey(tmp_path) as server, tls_before(server.ports[0], certificate) as port:
         url = f"rediss://127.0.0.1:{port}/0?load=1&ca_file={certificate[0]}"
-        client, _ = opened(url)
+        client, _ = open_client(url)
         assert client.put([Blob("a", data(0, 100))]) == {}
         server.stop()
         try:
@@ -211,7 +210,7 @@ def client_of(listening):
     return RedisClient(f"redis://127.0.0.1:{port}/0", "odd", seconds=2.0)
 
 
-@pytest.mark.parametrize("verb", ["get", "put", "exists", "get_ranges", "delete"])
+@pytest.mark.parametrize("verb", ["get", "put", "exists", "delete"])
 def test_a_cluster_that_sends_us_elsewhere_is_unreachable_and_says_what_to_do(listening, verb):
     answering(listening, b"-MOVED 3999 127.0.0.1:6381\r\n")
     client = client_of(listening)
@@ -219,7 +218,6 @@ def test_a_cluster_that_sends_us_elsewhere_is_unreachable_and_says_what_to_do(li
         "get": lambda: whole_objects(client, ["a"], 10),
         "put": lambda: client.put([Blob("a", data(0, 10))]),
         "exists": lambda: client.exists(["a"]),
-        "get_ranges": lambda: ranges_of(client, [("a", [(0, 2)])]),
         "delete": lambda: client.delete(["a"]),
     }
     with pytest.raises(StoreUnreachable, match=r"(?s)3999.*hint: this is a cluster"):
@@ -240,7 +238,7 @@ def test_an_answer_of_an_absurd_length_is_unreachable_and_its_connection_is_not_
 
 
 def test_of_a_foreign_object_of_gigabytes_no_more_is_read_than_was_asked_for(valkey_url):
-    client, _ = opened(valkey_url)
+    client, _ = open_client(valkey_url)
     key = client._prefix + "large"
     client._redis.setrange(key, (256 << 20) - 1, b"x")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from kvstow.offload.keys import block_keys
-from kvstow.offload.remote.client import Blob, whole_objects
+from kvstow.offload.remote.client import Blob, open_client, whole_objects
 from kvstow.offload.remote.tier import RemoteTier
-from kvstow.offload.remote.url import opened
 from offloading import IDENTITY, numbered_row
 from remote_stores import PROMPT, layout_of, ranges_of
 
@@ -153,7 +152,7 @@ def test_an_answer_that_is_not_the_object_is_a_miss(server, lie):
 
 
 def test_ranges_of_objects_that_end_before_them_come_short(s3_url):
-    client, _ = opened(s3_url)
+    client, _ = open_client(s3_url)
     sizes = (0, 1, 100, 1000)
     data = {f"ranges/{n}": np.arange(n).astype(np.uint8) for n in sizes}
     client.put([Blob(name, some) for name, some in data.items()])
@@ -168,7 +167,7 @@ def test_ranges_of_objects_that_end_before_them_come_short(s3_url):
 
 
 def test_more_objects_than_a_page_of_a_listing_are_all_listed_and_removed(s3_url):
-    client, _ = opened(s3_url)
+    client, _ = open_client(s3_url)
     names = [f"rows1/{n:04}" for n in range(2100)]
     client.put([Blob(name, np.zeros(1, np.uint8)) for name in names])
     assert sorted(facts.name for facts in client.list_blobs("rows1/")) == names

@@ -10,7 +10,7 @@ import msgspec
 
 from kvstow.errors import PlanError, SpecError, TransferError
 from kvstow.offload.journal import JournalKind
-from kvstow.offload.remote.url import parse
+from kvstow.offload.remote.client import parse
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import parse_size
 from kvstow.transfer.channel.curve import Keys
@@ -53,7 +53,7 @@ class ConnectorOptions:
     `host_bytes` above zero turns offloading on; the disk tier lies below the host tier. With
     `host_shared`, a name, most of it is shared memory: its rows outlive the process, and ranks of
     the machine that hold the same rows read each other's. `remote` is the URL of a store that
-    other machines and layouts read (see `offload.remote.url`). Each rank stores no more than
+    other machines and layouts read (see `offload.remote.client`). Each rank stores no more than
     `store_bytes_per_second`, where that is above zero. `manifest_file` is where a rank writes its
     layout. `unverified` says why the model's weights need not be looked at; without it, weights
     that cannot be found are refused. With `events`, what the tiers hold is published in vLLM's own

@@ -1,8 +1,8 @@
 """Rows on stores that many machines reach: S3, Redis or Valkey, Mooncake.
 
 tier       RemoteTier: look-ups, loads and stores within time limits, never a wrong row
-url        which store a URL names, and the options it carries
-client     what we ask of a store; s3, redis and mooncake do it, each with one library
+client     what we ask of a store, and which one a URL names; s3, redis and mooncake do it, each
+           with one library
 objects    the bytes of a row object: header, checksums per layer and head, row
 directory  who writes here: manifests, each published once
 reading    rows of other layouts: which ranges of which objects make a row of ours

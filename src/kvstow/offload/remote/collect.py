@@ -30,10 +30,16 @@ from typing import Any
 import numpy as np
 
 from kvstow.errors import ManifestError, StoreError
-from kvstow.offload.remote.client import Blob, BlobClient, BlobFacts, Listing, whole_objects
+from kvstow.offload.remote.client import (
+    Blob,
+    BlobClient,
+    BlobFacts,
+    Listing,
+    RemoteOptions,
+    whole_objects,
+)
 from kvstow.offload.remote.directory import MANIFEST_BYTES, ROWS, WriterLayout
 from kvstow.offload.remote.objects import BadObject
-from kvstow.offload.remote.url import RemoteOptions
 from kvstow.plan.manifest import decode
 
 USAGE = "usage"

@@ -9,7 +9,7 @@ verifies each object when it has come and copies it while it is in the processor
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -47,8 +47,8 @@ LOTS = 4
 
 Parts = Sequence[ObjectPart]
 
-Answer = Bytes | list[Bytes] | None
-"""An object or ranges of one, as they came; None for one that is not there."""
+Answer = list[Bytes] | None
+"""Ranges of an object, as they came; None for one that is not there."""
 
 
 class LookUps:
@@ -199,16 +199,16 @@ class _Fetch:
 
     @property
     def ranges(self) -> list[Range]:
+        """What to ask for: of a whole object one byte more, so that a longer one shows."""
         if self.bands is None:
-            return [(0, self.objects.nbytes)]
+            return [(0, self.objects.nbytes + 1)]
         return self.objects.ranges_with_head(self.bands)
 
-    def verified(self, answer: Bytes | list[Bytes]) -> Bytes | BadObject:
+    def verified(self, parts: list[Bytes]) -> Bytes | BadObject:
         """The row, or what of it is to be fetched, in the bytes that came."""
-        if isinstance(answer, list):
-            assert self.bands is not None
-            return self.objects.read_parts(self.key, answer, self.bands)
-        return self.objects.read(self.key, answer)
+        if self.bands is None:
+            return self.objects.read(self.key, parts[0])
+        return self.objects.read_parts(self.key, parts, self.bands)
 
 
 Arrivals = SimpleQueue["tuple[_Fetch, Answer] | Future[None]"]
@@ -305,18 +305,13 @@ class Fetcher:
                 yield arrival[0].name, self._verified(*arrival)
 
     def _start(self, lot: Sequence[_Fetch], arrivals: Arrivals) -> "Future[None]":
-        """Fetch a lot, whole objects or ranges; every answer goes to `arrivals`, and the call
-        itself when it has ended."""
-
-        def arrived(number: int, answer: Answer) -> None:
-            arrivals.put((lot[number], answer))
+        """Fetch a lot; every answer goes to `arrivals`, and the call itself when it has ended."""
 
         def fetch() -> None:
-            if lot[0].bands is None:
-                most = max(each.objects.nbytes for each in lot)
-                self._client.get([each.name for each in lot], most, arrived)
-            else:
-                self._client.get_ranges([(each.name, each.ranges) for each in lot], arrived)
+            self._client.get(
+                [(each.name, each.ranges) for each in lot],
+                lambda number, answer: arrivals.put((lot[number], answer)),
+            )
 
         call = self._calls.start(fetch)
         call.add_done_callback(arrivals.put)
@@ -336,18 +331,17 @@ class Fetcher:
         return row
 
 
-def _lots(fetches: Sequence[_Fetch]) -> Iterable[list[_Fetch]]:
-    """The objects in lots of at most `LOT_BYTES` or one object, whole ones and ranges apart."""
+def _lots(fetches: Sequence[_Fetch]) -> list[list[_Fetch]]:
+    """The objects in lots of at most `LOT_BYTES` or one object."""
     lots: list[list[_Fetch]] = []
-    for whole in (True, False):
-        total = LOT_BYTES
-        for each in (each for each in fetches if (each.bands is None) == whole):
-            nbytes = sum(end - start for start, end in each.ranges)
-            total += nbytes
-            if total > LOT_BYTES:
-                lots.append([])
-                total = nbytes
-            lots[-1].append(each)
+    total = LOT_BYTES
+    for each in fetches:
+        nbytes = sum(end - start for start, end in each.ranges)
+        total += nbytes
+        if total > LOT_BYTES:
+            lots.append([])
+            total = nbytes
+        lots[-1].append(each)
     return lots
 
 

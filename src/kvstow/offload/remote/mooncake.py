@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Container, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from queue import Empty, LifoQueue
 from threading import Lock
 from time import monotonic
@@ -29,7 +30,6 @@ from kvstow.offload.remote.client import (
     Arrived,
     Blob,
     Range,
-    RangesArrived,
     Refused,
     StoreUnreachable,
 )
@@ -62,7 +62,7 @@ NOT_READ = {OTHER_SIZE, NOT_FOUND, -703, -707, -712, -800, -801}
 when it came; its machine is gone; its machine does not answer; other bytes than were written."""
 
 STAGE_BYTES = 128 << 20
-"""Registered memory that reads go through, and objects that lie elsewhere when they are put."""
+"""Registered memory that all bytes go through."""
 
 STAGES = 4
 """As many calls use a part of it each."""
@@ -127,7 +127,6 @@ class MooncakeClient:
         self._putting, self._getting = Lock(), Lock()
         """One call at a time: Mooncake's polls until all its bytes have moved, and two take each
         other's processor. Copies and checksums go on meanwhile."""
-        self._lent: list[Bytes] = []
         self._stages: LifoQueue[_Registered] = LifoQueue()
         self._stage_bytes = stage_bytes // STAGES
         self._copies = _Copies(self._stage_bytes)
@@ -150,81 +149,67 @@ class MooncakeClient:
         finally:
             self._stages.put(stage)
 
-    def memory(self, nbytes: int) -> Bytes:
-        self._lent.append(self._registered(nbytes).memory)
-        return self._lent[-1]
-
     def put(self, blobs: Sequence[Blob]) -> Refused:
-        near = [(blob, blob.data.ctypes.data) for blob in blobs if self._is_lent(blob.data)]
-        far = [blob for blob in blobs if not self._is_lent(blob.data)]
         refused: Refused = {}
-        with self._stage() as stage:
-            if near:
-                refused |= self._put(near)
-            for lot in _lots([blob.data.nbytes for blob in far], self._stage_bytes):
-                refused |= self._put(_copied([far[i] for i in lot], stage))
+        for lot in _lots([blob.data.nbytes for blob in blobs], self._stage_bytes):
+            with self._stage() as stage:
+                refused |= self._put([blobs[i] for i in lot], stage)
         return refused
 
-    def _is_lent(self, memory: Bytes) -> bool:
-        return any(memory.base is lent or memory is lent for lent in self._lent)
-
-    def _put(self, placed: Sequence[tuple[Blob, int]]) -> Refused:
-        """Send blobs from registered addresses."""
-        names = [blob.name for blob, _ in placed]
-        keys = [self._prefix + name for name in names]
-        places, sizes = [at for _, at in placed], [blob.data.nbytes for blob, _ in placed]
+    def _put(self, blobs: Sequence[Blob], stage: _Registered) -> Refused:
+        """Copy blobs into a stage that they fit into, and send them from there."""
+        starts = _starts([blob.data.nbytes for blob in blobs])
+        for blob, start in zip(blobs, starts, strict=True):
+            stage.memory[start : start + blob.data.nbytes] = blob.data
+        keys = [self._prefix + blob.name for blob in blobs]
+        places = [stage.address + start for start in starts]
         with self._putting:
+            sizes = [blob.data.nbytes for blob in blobs]
             answers = self._store.batch_put_from(keys, places, sizes)
-        return self._refused(names, answers, NOT_MADE)
+        return self._refused([blob.name for blob in blobs], answers, NOT_MADE)
 
-    def get(self, names: Sequence[str], most: int, arrived: Arrived) -> None:
-        for lot in _lots([most] * len(names), self._stage_bytes):
-            keys = [self._prefix + names[i] for i in lot]
-            starts = [i * most for i in range(len(keys))]
-            with self._stage() as stage:
+    def get(self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: Arrived) -> None:
+        """A whole object, whose length nobody knows, is another question than ranges of one."""
+        is_whole = [len(ranges) == 1 and ranges[0][0] == 0 for _, ranges in wanted]
+        for ask, which in ((self._whole, True), (self._ranges, False)):
+            numbers = [i for i, each in enumerate(is_whole) if each == which]
+            sizes = [sum(end - start for start, end in wanted[i][1]) for i in numbers]
+            for lot in _lots(sizes, self._stage_bytes):
+                some = [numbers[i] for i in lot]
+                for number, parts in zip(some, ask([wanted[i] for i in some]), strict=True):
+                    arrived(number, parts)
+
+    def _whole(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
+        sizes = [ranges[0][1] for _, ranges in wanted]
+        starts = _starts(sizes)
+        keys = [self._prefix + name for name, _ in wanted]
+        with self._stage() as stage:
+            with self._getting:
                 places = [stage.address + start for start in starts]
-                with self._getting:
-                    answers = self._store.batch_get_into(keys, places, [most] * len(keys))
-                got = self._copies.copied(stage.memory[: most * len(keys)])
-            self._checked(answers, NOT_READ)
-            for number, start, answer in zip(lot, starts, answers, strict=True):
-                arrived(number, got[start : start + answer] if answer >= 0 else None)
+                answers = self._store.batch_get_into(keys, places, sizes)
+            got = self._copies.copied(stage.memory[: starts[-1] + sizes[-1]])
+        both = zip(starts, self._checked(answers, NOT_READ), strict=True)
+        return [[got[start : start + size]] if size >= 0 else None for start, size in both]
 
-    def get_ranges(
-        self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: RangesArrived
-    ) -> None:
-        sizes = [sum(end - start for start, end in ranges) for _, ranges in wanted]
-        for lot in _lots(sizes, self._stage_bytes):
-            found = self._ranges_of([wanted[i] for i in lot])
-            for number, parts in zip(lot, found, strict=True):
-                arrived(number, parts)
-
-    def _ranges_of(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
-        at, places = 0, list[list[int]]()
-        for _, ranges in wanted:
-            places.append([])
-            for start, end in ranges:
-                places[-1].append(at)
-                at += end - start
+    def _ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
+        sizes = [[end - start for start, end in ranges] for _, ranges in wanted]
+        at = iter(_starts([size for each in sizes for size in each]))
+        places = [[next(at) for _ in each] for each in sizes]
         keys = [self._prefix + name for name, _ in wanted]
         starts = [[start for start, _ in ranges] for _, ranges in wanted]
-        sizes = [[end - start for start, end in ranges] for _, ranges in wanted]
         with self._stage() as stage:
             with self._getting:
                 (answers,) = self._store.get_into_ranges(
                     [stage.address], [keys], [places], [starts], [sizes]
                 )
-            got = self._copies.copied(stage.memory[:at])
-        found: list[list[Bytes] | None] = []
-        for mine, answer in zip(places, answers, strict=True):
-            missing = any(
-                size < 0 and size != OTHER_SIZE for size in self._checked(answer, NOT_READ)
-            )
-            parts = [
-                got[start : start + max(size, 0)] for start, size in zip(mine, answer, strict=True)
-            ]
-            found.append(None if missing else parts)
-        return found
+            got = self._copies.copied(stage.memory[: places[-1][-1] + sizes[-1][-1]])
+        objects: list[list[Bytes] | None] = []
+        for place, answer in zip(places, answers, strict=True):
+            lengths = self._checked(answer, NOT_READ)
+            parts = [got[at : at + max(n, 0)] for at, n in zip(place, lengths, strict=True)]
+            is_missing = any(n < 0 and n != OTHER_SIZE for n in lengths)
+            objects.append(None if is_missing else parts)
+        return objects
 
     def exists(self, names: Sequence[str]) -> Bools:
         answers = self._store.batch_is_exist([self._prefix + name for name in names])
@@ -262,14 +247,9 @@ class MooncakeClient:
         return {name: known[answer] for name, answer in pairs if answer < 0}
 
 
-def _copied(blobs: Sequence[Blob], stage: _Registered) -> list[tuple[Blob, int]]:
-    """Blobs with their addresses in a stage that they fit into."""
-    at, placed = 0, list[tuple[Blob, int]]()
-    for blob in blobs:
-        stage.memory[at : at + blob.data.nbytes] = blob.data
-        placed.append((blob, stage.address + at))
-        at += blob.data.nbytes
-    return placed
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Where pieces of these sizes begin that lie end to end."""
+    return [0, *accumulate(sizes)][:-1]
 
 
 def _lots(sizes: Sequence[int], most: int) -> list[range]:

@@ -17,11 +17,10 @@ from kvstow.offload.remote.client import (
     Blob,
     BlobFacts,
     Range,
-    RangesArrived,
     Refused,
     StoreUnreachable,
 )
-from kvstow.offload.tier import Bools, Bytes
+from kvstow.offload.tier import Bools
 
 try:
     import redis
@@ -61,9 +60,6 @@ class RedisClient:
         where = self._redis.connection_pool.connection_kwargs
         self.where = f"redis://{where.get('host', '')}:{where.get('port', '')}/{prefix}"
 
-    def memory(self, nbytes: int) -> Bytes:
-        return np.empty(nbytes, np.uint8)
-
     def put(self, blobs: Sequence[Blob]) -> Refused:
         pipe = self._redis.pipeline(transaction=False)
         for blob in blobs:
@@ -78,17 +74,8 @@ class RedisClient:
                 raise self._unreachable(answer)
         return refused
 
-    def get(self, names: Sequence[str], most: int, arrived: Arrived) -> None:
-        """Whole objects, each as one range: of a foreign one of gigabytes no more comes."""
-
-        def came(number: int, parts: list[Bytes] | None) -> None:
-            arrived(number, None if parts is None else parts[0])
-
-        self.get_ranges([(name, [(0, most + 1)]) for name in names], came)
-
-    def get_ranges(
-        self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: RangesArrived
-    ) -> None:
+    def get(self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: Arrived) -> None:
+        """Ranges only, so that of a foreign object of gigabytes no more comes than was asked for."""
         pipe = self._redis.pipeline(transaction=False)
         for name, ranges in wanted:
             for start, end in ranges:

@@ -20,11 +20,10 @@ from kvstow.offload.remote.client import (
     Blob,
     BlobFacts,
     Range,
-    RangesArrived,
     Refused,
     StoreUnreachable,
 )
-from kvstow.offload.tier import Bools, Bytes
+from kvstow.offload.tier import Bools
 
 try:
     import obstore
@@ -85,9 +84,6 @@ class S3Client:
         self._seconds = seconds
         self._putting = asyncio.Semaphore(IN_FLIGHT)
 
-    def memory(self, nbytes: int) -> Bytes:
-        return np.empty(nbytes, np.uint8)
-
     def put(self, blobs: Sequence[Blob]) -> Refused:
         """S3 makes an object or raises: a batch of which one fails counts as failed."""
 
@@ -103,19 +99,10 @@ class S3Client:
         made = zip(blobs, self._each(put, blobs, self._putting), strict=True)
         return {blob.name: THERE for blob, is_new in made if not is_new}
 
-    def get(self, names: Sequence[str], most: int, arrived: Arrived) -> None:
-        """Whole objects, each as one range: `obstore` answers a range at once, and an object in
-        two steps, of which each waits for the interpreter."""
-        all_of_it = [(0, most + 1)]
+    def get(self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: Arrived) -> None:
+        """`obstore` answers a range at once, and an object in two steps, of which each waits for
+        the interpreter: so a whole object is a range, too."""
 
-        def came(number: int, parts: list[Bytes] | None) -> None:
-            arrived(number, None if parts is None else parts[0])
-
-        self.get_ranges([(name, all_of_it) for name in names], came)
-
-    def get_ranges(
-        self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: RangesArrived
-    ) -> None:
         async def get(number: int) -> None:
             try:
                 parts = await self._ranges_of(*wanted[number])

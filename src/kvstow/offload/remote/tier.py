@@ -8,6 +8,7 @@ Everything that is not a verified row is a miss with a counted reason (`misses`)
 """
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from threading import Event, Lock
 from time import monotonic
@@ -17,11 +18,16 @@ import numpy as np
 from kvstow.blocks.prompt import Prompt
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.remote.calls import Breaker, Calls, Tallies
-from kvstow.offload.remote.client import Blob, BlobClient, StoreUnreachable
+from kvstow.offload.remote.client import (
+    Blob,
+    BlobClient,
+    RemoteOptions,
+    StoreUnreachable,
+    open_client,
+)
 from kvstow.offload.remote.collect import Quota, last_usage
 from kvstow.offload.remote.directory import Directory, WriterLayout
 from kvstow.offload.remote.fetch import LOTS, Fetcher, LookUps, Parts
-from kvstow.offload.remote.url import RemoteOptions, opened
 from kvstow.offload.remote.writes import WriteQueue
 from kvstow.offload.tier import (
     Bools,
@@ -42,11 +48,9 @@ from kvstow.threads import guarded_thread
 
 log = logging.getLogger("kvstow.offload")
 
-ROOM_BYTES = 16 << 20
-"""Objects that are to be written get memory in pieces of so many bytes."""
-
 SPARE_BYTES = 64 << 20
-"""So many bytes are kept for objects to come."""
+"""So much memory of objects that were written is kept for objects to come: memory that nobody has
+touched yet costs as much as the checksums."""
 
 REFRESH_SECONDS = 15.0
 """How often the directory of writers is read again, and the own entry renewed."""
@@ -70,13 +74,14 @@ class RemoteTier:
     ) -> None:
         known = known_identity(layout, identity, "a remote store")
         if isinstance(store, str):
-            store, options = opened(store)
+            store, options = open_client(store)
         self.client, self.options = store, options or RemoteOptions()
         note_unverified(known, self.client.where)
         self._own = WriterLayout.of(layout.identified(known))
         self.layout = self._own.layout
         self._objects = [self._own.objects(g) for g in range(len(self.layout.groups))]
-        self._rooms = {each.nbytes: _Room(each.nbytes, self.client) for each in self._objects}
+        sizes = {each.nbytes for each in self._objects}
+        self._spare = {n: deque[Bytes](maxlen=SPARE_BYTES // n) for n in sizes}
         self._directory = Directory(self.client, self.options.tenant, known)
         self.misses = Tallies()
         """Rows that were asked for and not given, by reason."""
@@ -97,7 +102,7 @@ class RemoteTier:
         self._counter = Counter()
         self._published = float("-inf")
         self._has_answered = False
-        """Whether the store has told its writers, or taken ours, since the tier was opened."""
+        """Whether the store has told its writers, or taken ours, since the tier was open_client."""
         self._publishing = Lock()
         self.writes = WriteQueue(
             self.client,
@@ -106,7 +111,7 @@ class RemoteTier:
             max_bytes=self.options.queue,
             before=self._publish,
             written=self._count_written,
-            done=self._give_back,
+            done=self._spare_memory,
         )
         self._closing = Event()
         self.refresh()
@@ -230,12 +235,11 @@ class RemoteTier:
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
         objects = self._objects[group]
-        room = self._rooms[objects.nbytes]
         taken = (
             self.writes.add(
                 self._name(group, key),
                 objects.nbytes,
-                lambda key=key, row=row: objects.written(key, row, room.take()),
+                lambda key=key, row=row: objects.written(key, row, self._memory(objects.nbytes)),
             )
             for key, row in zip(keys, rows, strict=True)
         )
@@ -249,11 +253,17 @@ class RemoteTier:
         self._quota.add(nbytes)
         self._counter.add(Counts(stored_rows=len(new), stored_bytes=nbytes))
 
-    def _give_back(self, blobs: Sequence[Blob]) -> None:
+    def _memory(self, nbytes: int) -> Bytes:
+        try:
+            return self._spare[nbytes].pop()
+        except IndexError:
+            return np.empty(nbytes, np.uint8)
+
+    def _spare_memory(self, blobs: Sequence[Blob]) -> None:
         """Objects need their memory no more. If a store that failed still reads it, what it gets
         is another object's, and no reader takes it for a row."""
         for blob in blobs:
-            self._rooms[blob.data.nbytes].give(blob.data)
+            self._spare[blob.data.nbytes].append(blob.data)
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         """Remove the objects that rows are made of; how many rows were there and are gone."""
@@ -290,31 +300,3 @@ class RemoteTier:
         self._calls.close()
         self._thread.join(1.0)
         self.client.close()
-
-
-class _Room:
-    """Memory for objects of one size, made in large pieces, which have large pages, and used again
-    when objects are written: memory that nobody has touched yet costs as much as the checksums."""
-
-    def __init__(self, nbytes: int, client: BlobClient) -> None:
-        self._nbytes, self._client = nbytes, client
-        self._pieces: list[Bytes] = []
-        self._free: list[Bytes] = []
-        self._lock = Lock()
-
-    def take(self) -> Bytes:
-        """Memory for one more object."""
-        with self._lock:
-            if not self._free and len(self._pieces) * ROOM_BYTES < SPARE_BYTES:
-                count = max(1, round(ROOM_BYTES / self._nbytes))
-                memory = self._client.memory(count * self._nbytes)
-                self._pieces.append(memory)
-                starts = range(0, memory.nbytes, self._nbytes)
-                self._free = [memory[start : start + self._nbytes] for start in starts]
-            return self._free.pop() if self._free else np.empty(self._nbytes, np.uint8)
-
-    def give(self, memory: Bytes) -> None:
-        """Nobody needs that memory any more."""
-        with self._lock:
-            if any(memory.base is piece for piece in self._pieces):
-                self._free.append(memory)

@@ -1,16 +1,16 @@
 """Rows on their way out: a bounded queue that drops what does not fit.
 
-Nobody waits for a store to write. What nobody has looked for lately is looked up first, so that
-what is there already is not sent again. What is refused, and why, is counted.
+Nobody waits for a store to write. What is there already is not sent again. What is refused, and
+why, is counted.
 """
 
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from threading import Condition, Lock, Thread
+from threading import Condition, Lock
 from time import monotonic
 
-from kvstow.offload.remote.calls import Breaker
+from kvstow.offload.remote.calls import Breaker, Tallies
 from kvstow.offload.remote.client import (
     NO_ROOM,
     THERE,
@@ -21,6 +21,7 @@ from kvstow.offload.remote.client import (
 )
 from kvstow.offload.remote.collect import Quota
 from kvstow.offload.tier import Bytes
+from kvstow.threads import guarded_thread
 
 log = logging.getLogger("kvstow.offload")
 
@@ -50,7 +51,7 @@ class WriteQueue:
     ) -> None:
         self._client, self._breaker, self._quota = client, breaker, quota
         self._max_bytes = max_bytes
-        self._before, self._written, self._after = before, written, done
+        self._before, self._written, self._done = before, written, done
         self._waiting: deque[Blob] = deque()
         self._names: set[str] = set()
         """Of blobs that were taken and are not written yet."""
@@ -58,16 +59,14 @@ class WriteQueue:
         """Theirs."""
         self._recent: OrderedDict[str, float] = OrderedDict()
         """When objects were written or seen, the oldest first."""
-        self._absent: OrderedDict[str, float] = OrderedDict()
-        """When objects were not there, the oldest first."""
         self._lock = Lock()
         self._arrived, self._changed = Condition(self._lock), Condition(self._lock)
         """Blobs wait for a thread; fewer bytes than before wait or are being written."""
         self._closed = False
-        self._dropped: Counter[str] = Counter()
+        self._dropped = Tallies()
         self._said = float("-inf")
         self._threads = [
-            Thread(target=self._work, name=f"kvstow-remote-write-{i}", daemon=True)
+            guarded_thread(f"kvstow-remote-write-{i}", self._work, on_broken=self._break)
             for i in range(client.puts_at_once)
         ]
         for thread in self._threads:
@@ -76,16 +75,13 @@ class WriteQueue:
     @property
     def dropped(self) -> dict[str, int]:
         """Rows that were not written, by reason."""
-        with self._lock:
-            return dict(sorted(self._dropped.items()))
+        return self._dropped.now
 
     def _drop(self, reason: str, message: str, count: int = 1) -> None:
         """Rows are not written; the message is logged once a minute."""
-        with self._lock:
-            self._dropped[reason] += count
-            silent = monotonic() - self._said < 60
-            self._said = self._said if silent else monotonic()
-        if not silent:
+        self._dropped.add(reason, count)
+        if monotonic() - self._said > 60:
+            self._said = monotonic()
             log.warning("%s: rows are not written: %s", self._client.where, message)
 
     def add(self, name: str, nbytes: int, make: Callable[[], Bytes]) -> bool:
@@ -127,7 +123,6 @@ class WriteQueue:
         with self._lock:
             for name in names:
                 self._recent.pop(name, None)
-            _note(self._absent, names)
 
     def flush(self, seconds: float) -> bool:
         """Whether nothing waits or is being written, within so many seconds."""
@@ -137,16 +132,20 @@ class WriteQueue:
     def close(self, seconds: float = 5.0) -> None:
         """Write what waits, within so many seconds, and drop the rest."""
         self.flush(seconds)
+        self._end()
+        end = monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - monotonic()))
+
+    def _end(self) -> None:
+        """Take no more, and drop what waits."""
         with self._lock:
             self._closed = True
-            self._dropped["closed"] += len(self._waiting)
+            self._dropped.add("closed", len(self._waiting))
             self._nbytes -= sum(blob.data.nbytes for blob in self._waiting)
             self._waiting.clear()
             self._arrived.notify_all()
             self._changed.notify_all()
-        end = monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, end - monotonic()))
 
     # ── threads ───────────────────────────────────────────────────────────────────
 
@@ -156,15 +155,18 @@ class WriteQueue:
                 self._write(batch)
             except StoreUnreachable as error:
                 self._breaker.failed(str(error))
-                with self._lock:
-                    self._dropped["unreachable"] += len(batch)
+                self._dropped.add("unreachable", len(batch))
             except StoreFull as error:
                 self._drop(NO_ROOM, str(error), len(batch))
             except Exception as error:  # the next batch may go well: a thread less would not
                 self._drop("failed", f"{type(error).__name__}: {error}", len(batch))
             finally:
-                self._after(batch)
+                self._done(batch)
                 self._leave([(blob.name, blob.data.nbytes) for blob in batch])
+
+    def _break(self, cause: BaseException) -> None:
+        """A thread has ended: nobody is to wait for it."""
+        self._end()
 
     def _next_batch(self) -> list[Blob]:
         """Blobs of about one batch, when there are any; none when the queue is closed."""
@@ -182,27 +184,21 @@ class WriteQueue:
         if self._breaker.is_open:
             raise StoreUnreachable(self._breaker.reason)
         self._before()
-        present = self._present([blob.name for blob in batch])
-        new = [blob for blob in batch if blob.name not in present]
+        there: list[bool] = self._client.exists([blob.name for blob in batch]).tolist()
+        new = [blob for blob, is_there in zip(batch, there, strict=True) if not is_there]
         refused = self._client.put(new) if new else {}
         self._breaker.succeeded()
         lost = {name: reason for name, reason in refused.items() if reason != THERE}
         for reason, count in Counter(lost.values()).items():
             self._drop(reason, f"{reason} for {count} of {len(batch)} rows", count)
         with self._lock:
-            _note(self._recent, [blob.name for blob in batch if blob.name not in lost])
+            for blob in batch:
+                if blob.name not in lost:
+                    self._recent[blob.name] = monotonic()
+                    self._recent.move_to_end(blob.name)
+            while len(self._recent) > REMEMBERED:
+                self._recent.popitem(last=False)
         self._written([blob for blob in new if blob.name not in refused])
-
-    def _present(self, names: Sequence[str]) -> set[str]:
-        """Which objects are there already. Those that were absent lately are not asked for: to
-        send one in vain does no harm."""
-        since = monotonic() - RECENT_SECONDS
-        with self._lock:
-            names = [name for name in names if self._absent.pop(name, float("-inf")) < since]
-        if not names:
-            return set()
-        there: list[bool] = self._client.exists(names).tolist()
-        return {name for name, is_there in zip(names, there, strict=True) if is_there}
 
     def _leave(self, blobs: Sequence[tuple[str, int]]) -> None:
         """Blobs, by name and bytes, are in the queue no more."""
@@ -211,12 +207,3 @@ class WriteQueue:
                 self._names.discard(name)
                 self._nbytes -= nbytes
             self._changed.notify_all()
-
-
-def _note(when: "OrderedDict[str, float]", names: Sequence[str]) -> None:
-    """Remember names from now on, and no more than so many."""
-    for name in names:
-        when[name] = monotonic()
-        when.move_to_end(name)
-    while len(when) > REMEMBERED:
-        when.popitem(last=False)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvstow.errors import StoreError
-from kvstow.offload.remote.url import RemoteOptions, opened, parse
+from kvstow.offload.remote.client import RemoteOptions, open_client, parse
 from kvstow.offload.store import Store
 
 
@@ -52,19 +52,19 @@ def test_messages_show_no_passwords():
     with pytest.raises(StoreError) as raised:
         parse("redis://user:secret@host:1/0?what=x")
     assert "secret" not in str(raised.value)
-    client, _ = opened("redis://user:secret@host:1/0")
+    client, _ = open_client("redis://user:secret@host:1/0")
     assert "secret" not in client.where
     client.close()
 
 
 def test_mooncake_without_a_metadata_server_is_refused_with_a_hint():
     with pytest.raises(StoreError, match="hint: …\\?metadata="):
-        opened("mooncake://127.0.0.1:1/rows")
+        open_client("mooncake://127.0.0.1:1/rows")
 
 
 def test_a_password_may_lie_in_a_file(tmp_path):
     (tmp_path / "password").write_text("s/ecret\n")
-    client, _ = opened(f"redis://127.0.0.1:1/0?password_file={tmp_path / 'password'}")
+    client, _ = open_client(f"redis://127.0.0.1:1/0?password_file={tmp_path / 'password'}")
     assert client._redis.connection_pool.connection_kwargs["password"] == "s/ecret"
     client.close()
 
@@ -77,4 +77,4 @@ def test_a_password_that_cannot_be_read_is_a_store_error_that_names_its_file(
     if data is not None:
         file.write_bytes(data)
     with pytest.raises(StoreError, match=f"password_file .*password: cannot be read: .*{reason}"):
-        opened(f"redis://127.0.0.1:1/0?password_file={file}")
+        open_client(f"redis://127.0.0.1:1/0?password_file={file}")
