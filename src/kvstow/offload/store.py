@@ -23,7 +23,8 @@ from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
-from kvstow.offload.copies.movers import Movers
+from kvstow.offload.copies.jobs import MoverJob
+from kvstow.offload.copies.mover import Mover
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
@@ -35,7 +36,14 @@ from kvstow.offload.metrics import watch_tiers
 from kvstow.offload.remote.client import parse
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.rows import check_joinable, matching_group
-from kvstow.offload.tier import Bools, Tier, TierChain, held_by_any, known_identity
+from kvstow.offload.tier import (
+    Bools,
+    Tier,
+    TierChain,
+    check_process,
+    held_by_any,
+    known_identity,
+)
 from kvstow.offload.why import WhyEnded, why_ended
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
@@ -109,7 +117,9 @@ class Store:
         self.disk: DiskTier | None = None
         self.remote: RemoteTier | None = None
         self._tiers: tuple[Tier, ...] = ()
-        self._movers: Movers | None = None
+        self._below: TierChain | None = None
+        self._movers: dict[int, tuple[Arena, Mover]] = {}
+        """By the arena's id: the arena is kept, so its id stays its own."""
         self._is_closed = False
         self._opener = os.getpid()
 
@@ -143,7 +153,7 @@ class Store:
         with self._lock:
             makes = known_identity(layout, identity or self._given_identity, "a store")
             layout = layout.identified(makes)
-            if self._movers is not None or self._is_closed:
+            if self._tiers:
                 check_joinable(layout, self.layout)
                 return self
             disk = None
@@ -176,7 +186,7 @@ class Store:
         self.disk = disk
         lower: list[Tier] = [tier for tier in (disk, self.remote) if tier is not None]
         self._tiers = tuple([self.host, *lower] if self.host is not None else lower)
-        self._movers = Movers(self.host, TierChain(lower) if lower else None)
+        self._below = TierChain(lower) if lower else None
 
     @property
     def layout(self) -> Layout:
@@ -197,15 +207,22 @@ class Store:
             raise StoreError("the store has no layout yet\n\nhint: store.bind(arena.layout)")
         return self._tiers
 
-    def _movers_of(self, arena: Arena) -> Movers:
-        """What moves rows of an arena that can be joined to the store, which is checked once."""
-        movers = self._movers
-        if movers is None or arena not in movers:
+    def _mover(self, arena: Arena) -> Mover:
+        """The mover of an arena that can be joined to the store, which is checked once. Arenas that
+        are closed are let go of when all that came from them has gone on."""
+        if id(arena) not in self._movers:
             self.bind(arena.layout)
-            movers = self._movers
         _ = self.tiers
-        assert movers is not None
-        return movers
+        check_process(self._opener, "the store")
+        with self._lock:
+            for number, (other, mover) in tuple(self._movers.items()):
+                mover.reap()
+                if other.is_closed and mover.drain(0):
+                    mover.close()
+                    del self._movers[number]
+            if id(arena) not in self._movers:
+                self._movers[id(arena)] = arena, Mover(arena, self.host, self._below)
+            return self._movers[id(arena)][1]
 
     def watch(self, telemetry: Telemetry) -> None:
         """Show the numbers of all tiers in a telemetry; StoreError before the store is bound."""
@@ -229,7 +246,7 @@ class Store:
         is its state after the whole prompt. `identity` is for a request with an adapter or salt
         of its own (`store.identity.for_request`). Nobody may write to the blocks meanwhile.
         """
-        movers = self._movers_of(arena)
+        mover = self._mover(arena)
         _check_blocks(blocks)
         makes = identity or self.identity
         rows = PromptRows(arena.layout, makes, prompt)
@@ -248,7 +265,7 @@ class Store:
             if len(last):
                 named, where = [*named, rows.key_at(len(prompt))], [*where, ChainLink()]
             ids = np.append(listed.ids[at], last)
-            count += int(movers.save(arena, g, ids, named, where).sum())
+            count += int(_result(mover.store(g, ids, named, where)).sum())
         self.note(prompt, makes)
         return count
 
@@ -300,7 +317,7 @@ class Store:
         Every block that a token behind it sees must be among `into`, so ask `stored_tokens`
         first and admit as many. 0 where nothing fits; the blocks' bytes are unspecified then.
         """
-        movers = self._movers_of(arena)
+        mover = self._mover(arena)
         _check_blocks(into)
         makes = identity or self.identity
         rows = PromptRows(arena.layout, makes, prompt)
@@ -316,7 +333,7 @@ class Store:
         for _ in range(3):  # rows may go while they are looked for
             length = rows.longest(limit, lambda g, keys: self.contains(there[g], keys), into)
             self._log_why(prompt, makes)
-            if not length or self._has_loaded(movers, arena, rows.seen(length), into):
+            if not length or self._has_loaded(mover, arena, rows.seen(length), into):
                 return length
             limit = length - 1
         return 0
@@ -332,7 +349,7 @@ class Store:
 
     def _has_loaded(
         self,
-        movers: Movers,
+        mover: Mover,
         arena: Arena,
         seen: Mapping[int, Keyed],
         into: Mapping[int, Blocks],
@@ -343,7 +360,7 @@ class Store:
                 ids = into[g].ids[: len(keyed.keys)]
             else:
                 ids = into[g].ids[np.searchsorted(into[g].index, keyed.index)]
-            if not movers.load(arena, g, keyed.keys, ids).all():
+            if not _result(mover.load(g, keyed.keys, ids)).all():
                 return False
         return True
 
@@ -367,7 +384,7 @@ class Store:
         blocks stand in their sequences, for `kvstow store convert`. Nobody may write to them
         meanwhile. Raises StoreError, naming the blocks, when the medium fails.
         """
-        return self._movers_of(arena).save(arena, group, ids, keys, links)
+        return _result(self._mover(arena).store(group, ids, keys, links))
 
     def load_rows(
         self, arena: Arena, group: int, keys: Sequence[bytes], ids: npt.ArrayLike
@@ -376,15 +393,17 @@ class Store:
 
         The bytes of the other blocks are unspecified.
         """
-        return self._movers_of(arena).load(arena, group, keys, ids)
+        return _result(self._mover(arena).load(group, keys, ids))
 
     # ── the end ───────────────────────────────────────────────────────────────────
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Whether everything that was saved has gone on to the tiers below host memory, or was
         dropped, within so many seconds."""
-        drained = self._movers is None or self._movers.flush(timeout)
-        return (self.remote is None or self.remote.flush(timeout)) and drained
+        with self._lock:
+            movers = [mover for _, mover in self._movers.values()]
+        drained = [mover.drain(timeout) for mover in movers]
+        return (self.remote is None or self.remote.flush(timeout)) and all(drained)
 
     def close(self) -> None:
         """Write what is on its way, and let go of memory, files and connections.
@@ -393,13 +412,15 @@ class Store:
         """
         if os.getpid() != self._opener:
             return
-        used = (self.journal, self.remote, self.disk, self.host, self._movers)
+        movers = [mover for _, mover in self._movers.values()]
+        used = (self.journal, self.remote, self.disk, self.host, *movers)
         with ExitStack() as closing:  # the last first, and all of them whatever fails
             for each in used:
                 if each is not None:
                     closing.callback(each.close)
             self.flush()
-            self.host = self.disk = self.remote = self._movers = None
+            self.host = self.disk = self.remote = None
+            self._movers.clear()
             self._is_closed = True
 
     def __enter__(self) -> Self:
@@ -407,6 +428,16 @@ class Store:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _result(job: MoverJob) -> Bools:
+    """What has become of a job, when nothing of it uses the blocks any more: whoever is interrupted
+    while it waits may use them for something else at once."""
+    try:
+        return job.result()
+    finally:
+        job.cancel()
+        job.wait()
 
 
 def _directory(path: str | Path) -> Path:

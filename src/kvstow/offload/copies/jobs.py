@@ -3,12 +3,15 @@
 In a queue the job goes first that would end first if all took turns byte by byte: small jobs
 overtake large ones, but never by more bytes than the large one has, so none waits for ever. Long
 jobs are cut into parts when their turn comes, so that a job waits for the parts under way at most.
+
+A job's copies start after what its submitter's stream had been given by then (`StreamOrder`).
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from itertools import count
 from threading import Condition, Event, Lock
 
@@ -27,16 +30,6 @@ class JobKind(IntEnum):
     LOAD = 0
     STORE = 1
     DEMOTE = 2
-
-
-class JobState(StrEnum):
-    """Where a job stands. `FAILED` and `CANCELLED` are final once nothing of it runs."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
 
 
 class MoverJob:
@@ -66,17 +59,7 @@ class MoverJob:
         self._lock = Lock()
         self._over = Event()
         self._parts = 0
-        self._running = 0
         self._is_cancelled = False
-
-    @property
-    def state(self) -> JobState:
-        with self._lock:
-            if not self._over.is_set():
-                return JobState.RUNNING if self._running else JobState.QUEUED
-            if self.error is not None:
-                return JobState.FAILED
-            return JobState.CANCELLED if self._is_cancelled else JobState.DONE
 
     @property
     def over(self) -> bool:
@@ -116,17 +99,13 @@ class MoverJob:
             self._over.set()
 
     def begin_part(self) -> bool:
-        """Whether the next part is still to be done; it is running then."""
+        """Whether the next part is still to be done."""
         with self._lock:
-            if self._is_cancelled or self.error is not None:
-                return False
-            self._running += 1
-            return True
+            return not self._is_cancelled and self.error is None
 
-    def end_part(self, *, ran: bool, error: StoreError | None) -> bool:
+    def end_part(self, error: StoreError | None) -> bool:
         """One part is over; whether the job is."""
         with self._lock:
-            self._running -= ran
             self._parts -= 1
             self.error = self.error or error
             if self._parts == 0:
@@ -237,3 +216,39 @@ class JobQueue:
         """Whether nothing stands in line or runs, within so many seconds."""
         with self._lock:
             return self._empty.wait_for(lambda: not self._nbytes, timeout)
+
+
+class StreamOrder:
+    """One event per job, one stream per direction, for an arena on that device.
+
+    A direction's copies stand one behind the other: the next part is there before the last one is
+    over, and never behind a copy of the other direction. On the host, copies happen when they are
+    called, and what the submitter wrote is there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[JobKind, tuple[torch.cuda.Stream, Lock]] = {}
+        if device.type == "cuda":
+            for kind in (JobKind.LOAD, JobKind.STORE):
+                self._streams[kind] = torch.cuda.Stream(device), Lock()
+
+    def record(self, job: MoverJob) -> None:
+        """The job comes after what the current stream has been given by now."""
+        if self._streams:
+            job.fence = torch.cuda.Event()
+            job.fence.record(torch.cuda.current_stream(self._device))
+
+    @contextmanager
+    def after(self, job: MoverJob) -> Generator[torch.cuda.Stream | None]:
+        """The stream of the job's direction, the thread's current one meanwhile, behind the
+        job's fence. Submit inside, wait outside: others of the direction submit after it."""
+        if not self._streams:
+            yield None
+            return
+        stream, turn = self._streams[job.kind]
+        with turn:
+            if job.fence is not None:
+                stream.wait_event(job.fence)
+            with torch.cuda.stream(stream):
+                yield stream

@@ -36,15 +36,15 @@ from kvstow.errors import CopyError, StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import CopyHandle, copy
 from kvstow.offload.copies.checks import PendingSums, RowChecks, Sums
-from kvstow.offload.copies.jobs import JobKind, JobPart, JobQueue, MoverJob
-from kvstow.offload.copies.streams import StreamOrder
-from kvstow.offload.copies.window import HostRows, HostWindow
+from kvstow.offload.copies.jobs import JobKind, JobPart, JobQueue, MoverJob, StreamOrder
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.rows import check_same_rows
+from kvstow.offload.rows import RowMapping, check_same_rows, matching_group, row_layout
 from kvstow.offload.tier import Tier, check_process, checked_keys, chosen, stored_in
+from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, check_ids
+from kvstow.route.copies import Copies
 from kvstow.threads import guarded_thread
 
 log = logging.getLogger("kvstow.offload")
@@ -75,6 +75,8 @@ USUAL = Limits()
 
 POLL_SECONDS = 0.0002
 
+WINDOW_BYTES = 64 << 20
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCopy:
@@ -94,6 +96,51 @@ class PendingCopy:
 
 Story = Generator[PendingCopy]
 """How a part is done. It pauses when it has submitted a copy, and then waits for it itself."""
+
+
+class HostRows:
+    """Blocks of an arena, and the rows of a host tier that are theirs."""
+
+    def __init__(self, arena: Arena, tier: HostTier) -> None:
+        self.tier = tier
+        groups = range(len(arena.layout.groups))
+        self._groups = [matching_group(arena.layout, g, tier.layout) for g in groups]
+        self._mappings = [
+            RowMapping(arena.layout, g, tier.layout, there)
+            for g, there in zip(groups, self._groups, strict=True)
+        ]
+
+    def group(self, group: int) -> int:
+        """The tier's group for one of the arena's."""
+        return self._groups[group]
+
+    def row_bytes(self, group: int) -> int:
+        return self.tier.layout.row_bytes(self._groups[group])
+
+    def runs(self, group: int) -> tuple[tuple[int, int], ...]:
+        """The bytes of a row that are a block's."""
+        return self._mappings[group].runs
+
+    def copies(self, group: int, ids: Ints, rows: Ints, *, is_inward: bool) -> Copies:
+        """What to copy from blocks to rows, or back."""
+        mapping = self._mappings[group]
+        return mapping.back(rows, ids) if is_inward else mapping.out(ids, rows)
+
+
+class HostWindow(HostRows):
+    """Host memory in which rows are reserved and never kept; for one at a time, by `turn`."""
+
+    def __init__(self, arena: Arena, layout: Layout) -> None:
+        nbytes = max(WINDOW_BYTES, 4 * row_layout(layout).slab_bytes)
+        super().__init__(arena, HostTier(layout, capacity=nbytes))
+        self.turn = Lock()
+
+    def lots(self, group: int, positions: Sequence[int]) -> list[Sequence[int]]:
+        """The positions, as many at a time as there is room for."""
+        there = self._groups[group]
+        rows = self.tier.layout.num_blocks(there)
+        rows -= NULL_SLABS * self.tier.layout.groups[there].rows_per_slab
+        return [positions[at : at + rows] for at in range(0, len(positions), rows)]
 
 
 class Mover:
@@ -233,7 +280,7 @@ class Mover:
         for queue in self._queues.values():
             for part in queue.close():
                 part.job.cancel()
-                self._end(part, ran=False, error=None)
+                self._end(part, None)
         for thread in self._threads:
             thread.join()
         self.reap()
@@ -267,7 +314,6 @@ class Mover:
         try:
             if here:
                 job.expect_parts(1)
-                job.begin_part()
                 part = JobPart(job, slice(0, len(job.keys)), 0)
                 story = self._store if job.kind is JobKind.STORE else self._from_host
                 self._go_on(part, story(part))
@@ -307,7 +353,7 @@ class Mover:
                 }[part.job.kind]
                 self._go_on(part, tell(part), may_pause=False)
             else:
-                self._end(part, ran=False, error=None)
+                self._end(part, None)
         finally:
             queue.done(part)
 
@@ -322,7 +368,7 @@ class Mover:
         except Exception as cause:
             error = _named(part, cause)
             log.warning("%s", error)
-        self._end(part, ran=True, error=error)
+        self._end(part, error)
 
     def _go_on_here(self) -> bool:
         """Go on with what was begun here, where copies are over; whether something is left."""
@@ -334,8 +380,8 @@ class Mover:
                 self._here.append((part, story, copying))
         return bool(self._here)
 
-    def _end(self, part: JobPart, *, ran: bool, error: StoreError | None) -> None:
-        if part.job.end_part(ran=ran, error=error):
+    def _end(self, part: JobPart, error: StoreError | None) -> None:
+        if part.job.end_part(error):
             self._finish(part.job)
 
     def _finish(self, job: MoverJob) -> None:
@@ -348,7 +394,7 @@ class Mover:
         self._broken = cause
         for queue in self._queues.values():
             for part in queue.close():
-                self._end(part, ran=False, error=_named(part, cause))
+                self._end(part, _named(part, cause))
 
     # ── how a part is done ────────────────────────────────────────────────────────
 
@@ -440,10 +486,9 @@ class Mover:
         group = window.group(job.group)
         with window.turn:
             for lot in window.lots(job.group, range(*part.positions.indices(len(job.keys)))):
-                first = {job.keys[i]: i for i in reversed(lot)}
-                keys = list(dict.fromkeys(job.keys[i] for i in lot))
+                reservation = window.tier.reserve(group, [job.keys[i] for i in lot])
+                keys, first = reservation.keys, {job.keys[i]: i for i in reversed(lot)}
                 which = [first[key] for key in keys]
-                reservation = window.tier.reserve(group, keys)
                 try:
                     ids = job.ids[which]
                     yield from self._copied(job, window, ids, reservation.ids, has_sums=False)

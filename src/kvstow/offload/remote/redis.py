@@ -75,7 +75,7 @@ class RedisClient:
         return refused
 
     def get(self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: Arrived) -> None:
-        """Ranges only, so that of a foreign object of gigabytes no more comes than was asked for."""
+        """Ranges only: of a foreign object of gigabytes no more comes than was asked for."""
         pipe = self._redis.pipeline(transaction=False)
         for name, ranges in wanted:
             for start, end in ranges:
