@@ -13,13 +13,14 @@ from prometheus_client.metrics_core import Metric
 
 from kvstow.adapters.router.server import RouterMetrics
 from kvstow.adapters.vllm.counts import VLLM_COUNTERS, VLLM_HISTOGRAMS
-from kvstow.observe import Telemetry
+from kvstow.observe import BrokenThreads, Telemetry
 from kvstow.offload.metrics import TIER_COUNTS, TIER_GAUGES, TIER_REASONS, TierMetrics, tier_metric
 from kvstow.transfer.metrics import TransferMetrics
 
 FILE = Path(__file__).parents[1] / "deploy" / "grafana.json"
 WIDTH, HEIGHT = 8, 7
 BY = {
+    "kvstow_broken_threads": "thread",
     "kvstow_transfers": "outcome",
     "kvstow_transfer_bytes": "direction",
     "kvstow_transfer_served_bytes": "direction",
@@ -46,7 +47,8 @@ def metrics() -> list[Metric]:
     TransferMetrics(telemetry.registry)
     none = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 0.0)
     TierMetrics(telemetry.registry).watch("disk", lambda: none)
-    return list(telemetry.registry.collect())
+    (broken,) = BrokenThreads().describe()
+    return [broken, *(each for each in telemetry.registry.collect() if each.name != broken.name)]
 
 
 def expression(metric: Metric) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from kvstow.adapters.router.server import RouterMetrics
 from kvstow.adapters.vllm.counts import VLLM_COUNTERS, VLLM_HISTOGRAMS
 from kvstow.observe import Telemetry
 from kvstow.offload.metrics import TIER_COUNTS, TIER_GAUGES, TIER_REASONS, TierMetrics
+from kvstow.threads import guarded_thread
 from kvstow.transfer.metrics import TransferMetrics
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +39,9 @@ def exposed() -> set[str]:
     counts = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 1.0)
     reasons = {name: {"x": 1.0} for name in TIER_REASONS}
     TierMetrics(telemetry.registry).watch("disk", lambda: counts, lambda: reasons)
+    broken = guarded_thread("kvstow-broken", lambda: {}["x"], on_broken=lambda _: None)
+    broken.start()
+    broken.join()
     lines = telemetry.exposition().decode().splitlines()
     return {re.match(r"\w+", line)[0] for line in lines if not line.startswith("#")}
 

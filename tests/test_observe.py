@@ -5,6 +5,7 @@ import json
 from prometheus_client import Gauge
 
 from kvstow.observe import RECENT_EVENTS, Events, Telemetry
+from kvstow.threads import guarded_thread
 
 
 def test_two_telemetries_share_nothing():
@@ -13,6 +14,15 @@ def test_two_telemetries_share_nothing():
     Gauge("leases", "Leases", registry=two.registry)
     assert b"leases 1.0" in one.exposition()
     assert b"leases 0.0" in two.exposition()
+
+
+def test_a_thread_that_ended_with_an_error_is_in_every_exposition():
+    telemetry = Telemetry()
+    assert b"kvstow-lost" not in telemetry.exposition()
+    thread = guarded_thread("kvstow-lost", lambda: {}["lost"], on_broken=lambda _: None)
+    thread.start()
+    thread.join()
+    assert b'kvstow_broken_threads{thread="kvstow-lost"} 1.0' in telemetry.exposition()
 
 
 def test_events_are_told_in_order_and_the_latest_are_kept():

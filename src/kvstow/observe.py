@@ -9,10 +9,15 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvstow.threads import broken_threads
 
 Fact = str | int | float | bool
 """What an event may carry: plain values, never keys, never contents of rows."""
@@ -81,12 +86,29 @@ class Events:
             return tuple(event for event in self._recent if part in (None, event.part))
 
 
+class BrokenThreads(Collector):
+    """Guarded threads of the process that ended with an error, by name; nothing while all live."""
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        text = "Threads that ended with an error"
+        return [GaugeMetricFamily("kvstow_broken_threads", text, labels=["thread"])]
+
+    def collect(self) -> Iterable[Metric]:
+        (gauge,) = self.describe()
+        for name, count in broken_threads().items():
+            gauge.add_metric([name], count)
+        return [gauge] if gauge.samples else []
+
+
 @dataclass(frozen=True, slots=True)
 class Telemetry:
     """A registry of metrics and a stream of events, for one or several parts."""
 
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     events: Events = field(default_factory=Events)
+
+    def __post_init__(self) -> None:
+        self.registry.register(BrokenThreads())
 
     def exposition(self) -> bytes:
         """All metrics in the text format that Prometheus reads."""

@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from kvstow.errors import StoreError
 from kvstow.offload.watch import LOOKS, TierChange, TierWatch
+from kvstow.threads import broken_threads
 from waiting import wait_for
 
 
@@ -129,6 +130,18 @@ def test_the_thread_turns_by_itself_and_ends():
         changes = watch.take()
     watch.close()
     assert changes == [TierChange("host", 0, (b"a",), True)]
+
+
+def test_a_thread_that_breaks_is_counted_and_the_watch_says_what_broke_it():
+    watch, tiers = watch_of(Clock(), "host")
+    before = broken_threads().get("kvstow-watch", 0)
+    tiers["host"].contains = lambda group, keys: [][0]
+    watch.note(0, [b"a"])
+    watch.start()
+    wait_for(lambda: watch.broken is not None, 20)
+    watch.close()
+    assert isinstance(watch.broken, IndexError)
+    assert broken_threads()["kvstow-watch"] == before + 1
 
 
 def test_a_tier_that_fails_for_a_while_is_asked_again_and_the_others_meanwhile():

@@ -29,20 +29,17 @@ TIER_GAUGES = {
     "nbytes": "Bytes reserved for rows",
     "capacity": "Capacity in bytes",
 }
+TIER_REASONS = {
+    "missed_rows": "Rows not read from a remote store, by reason",
+    "dropped_rows": "Rows not written to a remote store, by reason",
+}
 _NAMED_BY_UNIT = {"nbytes": "bytes", "capacity": "capacity_bytes"}
+_NO_REASONS: Reasons = {}
 
 
 def tier_metric(fact: str) -> str:
     """The metric of a tier's fact, by Prometheus' rules: the unit at its end."""
     return f"kvstow_tier_{_NAMED_BY_UNIT.get(fact, fact)}"
-
-
-TIER_REASONS = {
-    "missed_rows": "Rows not read from a remote store, by reason",
-    "dropped_rows": "Rows not written to a remote store, by reason",
-}
-
-_NO_REASONS: Reasons = {}
 
 
 class TierMetrics(Collector):
@@ -69,11 +66,12 @@ class TierMetrics(Collector):
         for tier, read in self._tiers.items():
             with suppress(StoreError):  # closed, or it cannot be asked now: others can
                 numbers[tier] = read()
-        for name, text in TIER_COUNTS.items():
-            counter = CounterMetricFamily(tier_metric(name), text, labels=["tier"])
-            for tier, values in numbers.items():
-                counter.add_metric([tier], values[name])
-            yield counter
+        for kind, texts in ((CounterMetricFamily, TIER_COUNTS), (GaugeMetricFamily, TIER_GAUGES)):
+            for name, text in texts.items():
+                metric = kind(tier_metric(name), text, labels=["tier"])
+                for tier, values in numbers.items():
+                    metric.add_metric([tier], values[name])
+                yield metric
         by_reason = {tier: read() for tier, read in self._reasons.items()}
         for name, text in TIER_REASONS.items():
             counter = CounterMetricFamily(tier_metric(name), text, labels=["tier", "reason"])
@@ -81,21 +79,13 @@ class TierMetrics(Collector):
                 for reason, count in reasons.get(name, {}).items():
                     counter.add_metric([tier, reason], count)
             yield counter
-        for name, text in TIER_GAUGES.items():
-            gauge = GaugeMetricFamily(tier_metric(name), text, labels=["tier"])
-            for tier, values in numbers.items():
-                gauge.add_metric([tier], values[name])
-            yield gauge
 
 
 def watch_tiers(telemetry: Telemetry, tiers: Sequence[Tier | None]) -> None:
     """Show the numbers of a process's tiers in a telemetry."""
     metrics = TierMetrics(telemetry.registry)
     for tier in tiers:
-        if tier is not None:
-            metrics.watch(tier.name, partial(facts, tier), partial(_reasons, tier))
-
-
-def _reasons(tier: Tier) -> Reasons:
-    """Why rows were missed or dropped; only remote stores tell."""
-    return tier.reasons if isinstance(tier, RemoteTier) else {}
+        if isinstance(tier, RemoteTier):
+            metrics.watch(tier.name, partial(facts, tier), lambda tier=tier: tier.reasons)
+        elif tier is not None:
+            metrics.watch(tier.name, partial(facts, tier))

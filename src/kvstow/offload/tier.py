@@ -87,7 +87,7 @@ class Counter:
 _numbers = attrgetter(*Counts.__slots__)
 
 
-class Tier(Protocol):
+class Rows(Protocol):
     """Rows by key. `rows` are flat byte arrays, one per key, as long as the group's row."""
 
     @property
@@ -97,12 +97,6 @@ class Tier(Protocol):
     def layout(self) -> Layout:
         """The layout whose rows are kept; only the shape of the rows matters."""
         ...
-
-    @property
-    def usage(self) -> Usage: ...
-
-    @property
-    def counts(self) -> Counts: ...
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
         """Which rows are here now. A row may be gone a moment later."""
@@ -130,13 +124,23 @@ class Tier(Protocol):
         """Forget rows; how many were here."""
         ...
 
+
+class Tier(Rows, Protocol):
+    """One place that keeps rows."""
+
+    @property
+    def usage(self) -> Usage: ...
+
+    @property
+    def counts(self) -> Counts: ...
+
     def close(self) -> None:
         """Let go of memory and files."""
         ...
 
 
 def stored_in(
-    tier: Tier,
+    tier: Rows,
     group: int,
     keys: Sequence[bytes],
     rows: Sequence[Bytes],
@@ -163,21 +167,6 @@ class TierChain:
     def layout(self) -> Layout:
         return self.tiers[0].layout
 
-    @property
-    def usage(self) -> Usage:
-        """The sum of all."""
-        known = [tier.usage for tier in self.tiers]
-        return Usage(
-            rows=sum(usage.rows for usage in known),
-            nbytes=sum(usage.nbytes for usage in known),
-            capacity=sum(usage.capacity for usage in known),
-        )
-
-    @property
-    def counts(self) -> Counts:
-        """The sum of all."""
-        return Counts(*map(sum, zip(*(_numbers(tier.counts) for tier in self.tiers), strict=True)))
-
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
         return held_by_any(self.tiers, group, keys)
 
@@ -203,10 +192,6 @@ class TierChain:
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         return max(tier.evict(group, keys) for tier in self.tiers)
-
-    def close(self) -> None:
-        for tier in self.tiers:
-            tier.close()
 
 
 def known_identity(layout: Layout, identity: Identity | None, what: str) -> Identity:

@@ -6,14 +6,13 @@ in; after that they are looked at again, a slice at a time. A remote store is as
 only: its answers cost requests, and every instance finds the same there.
 """
 
-import heapq
 import logging
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count, islice
+from dataclasses import dataclass
+from itertools import islice
 
 from kvstow.errors import StoreError
 from kvstow.offload.tier import Tier
@@ -41,16 +40,18 @@ class TierChange:
     stored: bool
 
 
-@dataclass(order=True, slots=True)
-class _Look:
-    """The `nth` look for keys that were noted at `since`, and when it is due."""
+@dataclass(slots=True)
+class _Batch:
+    """Keys that were noted at `since`, and how often they have been looked for."""
 
-    due: float
-    number: int
-    since: float = field(compare=False)
-    nth: int = field(compare=False)
-    group: int = field(compare=False)
-    keys: tuple[bytes, ...] = field(compare=False)
+    group: int
+    keys: Sequence[bytes]
+    since: float
+    looks: int = 0
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for the next look."""
+        return self.since + LOOKS[self.looks] <= now
 
 
 @dataclass(slots=True)
@@ -78,8 +79,7 @@ class TierWatch:
         self._most_keys = most_keys
         self._clock = clock
         self._noted: deque[tuple[int, tuple[bytes, ...]]] = deque()
-        self._looks: list[_Look] = []
-        self._numbers = count()
+        self._new: list[_Batch] = []
         self._known: dict[int, OrderedDict[bytes, _Seen]] = {}
         self._changes: deque[TierChange] = deque()
         self._closing = threading.Event()
@@ -101,8 +101,10 @@ class TierWatch:
         while self._noted:
             group, keys = self._noted.popleft()
             self._learn(group, keys, now)
-        while self._looks and self._looks[0].due <= now:
-            self._look_for(heapq.heappop(self._looks))
+        for batch in self._new:
+            if batch.is_due(now):
+                self._look_for(batch)
+        self._new = [each for each in self._new if each.keys and each.looks < len(LOOKS)]
         for group, known in self._known.items():
             self._look(group, list(islice(known, self._slice)), self._local)
             self._turn_over(known, now)
@@ -114,23 +116,15 @@ class TierWatch:
                 known[key].since = now
             elif len(known) < self._most_keys:
                 known[key] = _Seen(set(), now)
-        new = tuple(dict.fromkeys(key for key in keys if key in known))
-        if new:
-            heapq.heappush(
-                self._looks, _Look(now + LOOKS[0], next(self._numbers), now, 0, group, new)
-            )
+        self._new.append(_Batch(group, [key for key in dict.fromkeys(keys) if key in known], now))
 
-    def _look_for(self, look: _Look) -> None:
-        """Look for new keys in all tiers, and again later for those that some tier lacks."""
-        known = self._known[look.group]
-        keys = [key for key in look.keys if key in known]
-        self._look(look.group, keys, list(self._tiers))
-        missing = tuple(key for key in keys if len(known[key].tiers) < len(self._tiers))
-        nth = look.nth + 1
-        if missing and nth < len(LOOKS):
-            due = look.since + LOOKS[nth]
-            again = _Look(due, next(self._numbers), look.since, nth, look.group, missing)
-            heapq.heappush(self._looks, again)
+    def _look_for(self, batch: _Batch) -> None:
+        """Look for new keys in all tiers, and later for those again that some tier lacks."""
+        known = self._known[batch.group]
+        keys = [key for key in batch.keys if key in known]
+        self._look(batch.group, keys, list(self._tiers))
+        batch.keys = [key for key in keys if len(known[key].tiers) < len(self._tiers)]
+        batch.looks += 1
 
     def _look(self, group: int, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
         known = self._known[group]

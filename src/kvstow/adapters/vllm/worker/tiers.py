@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 
 from kvstow.adapters.vllm.counts import (
     DAMAGED_ROWS,
@@ -52,6 +52,7 @@ from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.rows import matching_group
 from kvstow.offload.tier import Tier, TierChain, chosen, held_by_any
 from kvstow.offload.watch import TierChange, TierWatch
+from kvstow.threads import guarded_thread
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class DiskWatch:
         self._listings = [RowListing(disk.tree, g) for g in range(len(disk.layout.groups))]
         self._end = Event()
         self.look()
-        self._thread = Thread(target=self._work, name="kvstow-disk-watch", daemon=True)
+        self._thread = guarded_thread("kvstow-disk-watch", self._work, on_broken=lambda _: None)
         self._thread.start()
 
     def look(self) -> None:
