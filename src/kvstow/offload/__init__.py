@@ -6,7 +6,7 @@ copies    rows between arenas and host memory, and from there to the tiers below
 tier      what every tier does: rows by key, bounded, never a wrong row
 rows      a row outside an arena: its layout and its mapping to blocks
 host      rows in host memory, alone or shared by processes
-disk      rows as files named by their keys
+disk      rows in files named by their keys
 remote    rows on S3, Redis or Mooncake, which other machines and layouts read
 journal   which prompts were stored: digests of their blocks, tokens if asked for
 why       where reuse of a prompt ended, and why

@@ -146,7 +146,7 @@ class Files:
 
     def read(self, fd: int, parts: Sequence[Bytes], offset: int) -> int:
         """Fill the parts, one after the other; how many bytes there were before the end."""
-        total = sum(len(part) for part in parts)
+        total = sum(map(len, parts))
         done = 0
         while done < total:
             count = os.preadv(fd, [part.data for part in behind(parts, done)], offset + done)
@@ -157,7 +157,7 @@ class Files:
 
     def write(self, fd: int, parts: Sequence[Bytes]) -> None:
         """Write the parts from the file's start on, one after the other, all of them."""
-        total = sum(len(part) for part in parts)
+        total = sum(map(len, parts))
         done = 0
         while done < total:
             done += os.pwritev(fd, [part.data for part in behind(parts, done)], done)

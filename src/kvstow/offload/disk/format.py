@@ -122,7 +122,4 @@ def entries_of(
 ) -> tuple[RowEntry, ...]:
     """What a header says of these rows; `links` are as many, or none."""
     places = links or [ChainLink()] * len(keys)
-    return tuple(
-        RowEntry(key, checksum(row), link)
-        for key, row, link in zip(keys, rows, places, strict=True)
-    )
+    return tuple(map(RowEntry, keys, map(checksum, rows), places))

@@ -108,18 +108,29 @@ class DiskTier:
             known_identity(self.layout, identity, f"store {path}")
         self._files, self._clock = files or Files(), clock
         self._fingerprint = bytes.fromhex(fingerprint(self.layout))
-        self.tree = RowTree(self.path, self._fingerprint.hex(), self._files, self.capacity)
+        self._counter = Counter()
+        self.tree = RowTree(
+            self.path, self._fingerprint.hex(), self._files, self.capacity, self._counter
+        )
         with store_errors(self.path):
             self.tree.writers.sweep()
         self._threads = ThreadPoolExecutor(threads, "kvstow-disk") if threads else None
-        self._memory = _ThreadMemory()
-        self._uses = _Uses(f"store {self.path}")
-        self._counter = Counter()
+        self._own = local()
+        self._opener = os.getpid()
+        self._state = Condition()
+        self._num_uses = 0
+        self._is_closed = False
         self._said_full = False
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of threads and files; once is enough."""
-        if self._uses.end():
+        """Wait for what is under way, and let go of threads and files; once is enough. A process
+        that was forked meanwhile lets go of nothing."""
+        if os.getpid() != self._opener:
+            return
+        with self._state:
+            was_closed, self._is_closed = self._is_closed, True
+            self._state.wait_for(lambda: not self._num_uses)
+        if not was_closed:
             if self._threads is not None:
                 self._threads.shutdown()
             self.tree.writers.close()
@@ -183,9 +194,17 @@ class DiskTier:
         with self._using():
             missing = firsts(keys, ~self.tree.has(group, keys))
             step = self._rows_per_file(group)
-            parts = [missing[lo : lo + step] for lo in range(0, len(missing), step)]
-            if parts:
-                self._store([_NewFile.of(group, part, keys, rows, links) for part in parts])
+            files = [
+                _NewFile(
+                    group,
+                    [keys[i] for i in part],
+                    [rows[i] for i in part],
+                    [links[i] for i in part] if links else (),
+                )
+                for part in (missing[lo : lo + step] for lo in range(0, len(missing), step))
+            ]
+            if files:
+                self._store(files)
             return self.tree.has(group, keys)
 
     def _rows_per_file(self, group: int) -> int:
@@ -197,8 +216,7 @@ class DiskTier:
         failures = self._write_all(files)
         if any(error.errno in FULL for _, error in failures):
             self._note_full(failures[0][1])
-            needed = sum(self._nbytes(file) for file, _ in failures)
-            self._counter.add(Counts(evicted_rows=self.tree.evict(2 * needed)))
+            self.tree.evict(2 * sum(self._nbytes(file) for file, _ in failures))
             failures = self._write_all([file for file, _ in failures])
             failures = [each for each in failures if each[1].errno not in FULL]
         if failures:
@@ -236,7 +254,8 @@ class DiskTier:
                 try:
                     self.tree.publish(name, files[k].group, files[k].keys, nameless[name])
                     del nameless[name]
-                    self._count_stored(files[k])
+                    nbytes = len(files[k].keys) * self.layout.row_bytes(files[k].group)
+                    self._counter.add(Counts(stored_rows=len(files[k].keys), stored_bytes=nbytes))
                 except OSError as error:
                     results[k] = error
             return results
@@ -250,33 +269,31 @@ class DiskTier:
         """Write a file; its name, None where there is no room, or what went wrong."""
         try:
             name = self.tree.writers.next_file()
-            is_room, evicted = self.tree.reserve(self._nbytes(file))
-            self._counter.add(Counts(evicted_rows=evicted))
-            if is_room:
-                nameless[name] = self._nbytes(file)
-                self._write_bytes(name, file)
+            if not self.tree.reserve(self._nbytes(file)):
+                return None
+            nameless[name] = self._nbytes(file)
+            self._write_bytes(name, file)
+            return name
         except OSError as error:
             return error
-        return name if is_room else None
 
     def _write_bytes(self, name: str, file: "_NewFile") -> None:
         row_bytes = self.layout.row_bytes(file.group)
         entries = entries_of(file.keys, file.rows, file.links)
         header = Header(self._fingerprint, file.group, row_bytes, entries)
-        page = self._memory.page()
-        page[:] = np.frombuffer(header.encode(), np.uint8)
-        rows = list(file.rows)
         is_direct = self._is_alone(file.group)
-        if is_direct and not is_aligned(rows[0]):
-            rows = [self._memory.of(align_up(row_bytes, BLOCK))]
-            rows[0][:row_bytes] = file.rows[0]
-            rows[0][row_bytes:] = 0
-        padding = self._nbytes(file) - BLOCK - sum(len(row) for row in rows)
+        parts = [self._scratch(BLOCK), *file.rows]
+        if is_direct and not is_aligned(file.rows[0]):
+            parts = [self._scratch(self._nbytes(file))]
+            parts[0][BLOCK : BLOCK + row_bytes] = file.rows[0]
+            parts[0][BLOCK + row_bytes :] = 0
+        parts[0][:BLOCK] = np.frombuffer(header.encode(), np.uint8)
+        padding = self._nbytes(file) - sum(map(len, parts))
         if padding:
-            rows.append(np.zeros(padding, np.uint8))
+            parts.append(np.zeros(padding, np.uint8))
         fd = self._files.create(name, direct=is_direct)
         try:
-            self._files.write(fd, [page, *rows])
+            self._files.write(fd, parts)
             self._files.touch(fd, self._now(entries[0].link))
         finally:
             self._files.close(fd)
@@ -287,11 +304,6 @@ class DiskTier:
     def _is_alone(self, group: int) -> bool:
         """Whether rows of a group have files of their own, which go past the page cache."""
         return 2 * self.layout.row_bytes(group) > FILE_BYTES
-
-    def _count_stored(self, file: "_NewFile") -> None:
-        rows = len(file.keys)
-        nbytes = rows * self.layout.row_bytes(file.group)
-        self._counter.add(Counts(stored_rows=rows, stored_bytes=nbytes))
 
     def _now(self, link: ChainLink) -> int:
         return int(self._clock() * 1e9) - link.block * BLOCK_NANOSECONDS
@@ -372,20 +384,27 @@ class DiskTier:
     def _header(self, fd: int, group: int, key: bytes, left: dict[bytes, Bytes]) -> Header | None:
         """What a file says of itself, if it holds that row of this layout; a row with a file of
         its own is read with it."""
-        page, row = self._memory.page(), left[key]
-        parts = [page]
-        if self._is_alone(group):
-            whole = is_aligned(row)
-            parts.append(row if whole else self._memory.of(align_up(len(row), BLOCK)))
+        row = left[key]
+        parts = [self._scratch(BLOCK)]
+        if self._is_alone(group) and is_aligned(row):
+            parts.append(row)
+        elif self._is_alone(group):
+            parts = [self._scratch(BLOCK + align_up(len(row), BLOCK))]
         count = self._files.read(fd, parts, 0)
-        header = decode_header(page.tobytes()) if count >= BLOCK else None
+        header = decode_header(parts[0][:BLOCK].tobytes()) if count >= BLOCK else None
         if header is None or header.fingerprint != self._fingerprint or header.group != group:
             return None
         if header.row_bytes != len(row) or key not in (each.key for each in header.entries):
             return None
-        if len(parts) == 2 and parts[1] is not row:
-            row[:] = parts[1][: len(row)]
+        if len(parts[0]) > BLOCK:
+            row[:] = parts[0][BLOCK : BLOCK + len(row)]
         return header
+
+    def _scratch(self, nbytes: int) -> Bytes:
+        """Memory that direct I/O accepts, of this thread's own, until it wants some again."""
+        if getattr(self._own, "nbytes", -1) < nbytes:
+            self._own.memory, self._own.nbytes = aligned(nbytes), nbytes
+        return self._own.memory[:nbytes]
 
     def _read_rows(self, fd: int, header: Header, left: dict[bytes, Bytes]) -> set[bytes]:
         """Read the rows of a file that are left; those that have their checksums."""
@@ -423,16 +442,25 @@ class DiskTier:
     def prune(self, nbytes: int) -> int:
         """Drop rows, those used longest ago first, until the rest takes at most `nbytes`."""
         with self._using():
-            count = self.tree.prune(nbytes)
-        self._counter.add(Counts(evicted_rows=count))
-        return count
+            return self.tree.prune(nbytes)
 
     # ── threads ───────────────────────────────────────────────────────────────────
 
     @contextmanager
     def _using(self) -> Generator[None]:
-        with self._uses.one(), store_errors(self.path):
-            yield
+        """StoreError once the tier is closed, and in a process that was forked meanwhile."""
+        check_process(self._opener, f"store {self.path}")
+        with self._state:
+            if self._is_closed:
+                raise StoreError(f"store {self.path} is closed")
+            self._num_uses += 1
+        try:
+            with store_errors(self.path):
+                yield
+        finally:
+            with self._state:
+                self._num_uses -= 1
+                self._state.notify_all()
 
     def _each(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
         """Do something with each item, side by side; nothing goes on when this ends."""
@@ -458,39 +486,6 @@ class _NewFile:
     rows: Sequence[Bytes]
     links: Sequence[ChainLink]
 
-    @staticmethod
-    def of(
-        group: int,
-        positions: Sequence[int],
-        keys: Sequence[bytes],
-        rows: Sequence[Bytes],
-        links: Sequence[ChainLink],
-    ) -> "_NewFile":
-        """Rows at some positions of a call."""
-        return _NewFile(
-            group,
-            [keys[i] for i in positions],
-            [rows[i] for i in positions],
-            [links[i] for i in positions] if links else (),
-        )
-
-
-class _ThreadMemory:
-    """Memory that direct I/O accepts, of each thread's own, until it wants some again."""
-
-    def __init__(self) -> None:
-        self._own = local()
-
-    def page(self) -> Bytes:
-        if not hasattr(self._own, "page"):
-            self._own.page = aligned(BLOCK)
-        return self._own.page
-
-    def of(self, nbytes: int) -> Bytes:
-        if getattr(self._own, "nbytes", -1) < nbytes:
-            self._own.memory, self._own.nbytes = aligned(nbytes), nbytes
-        return self._own.memory[:nbytes]
-
 
 def neighbours(numbers: Sequence[int]) -> list[list[int]]:
     """Ascending numbers in runs without gaps."""
@@ -501,37 +496,3 @@ def neighbours(numbers: Sequence[int]) -> list[list[int]]:
         else:
             runs.append([number])
     return runs
-
-
-class _Uses:
-    """Open to many at a time, until somebody ends it and waits for them."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._opener = what, os.getpid()
-        self._state = Condition()
-        self._count = 0
-        self._is_over = False
-
-    @contextmanager
-    def one(self) -> Generator[None]:
-        """One use; StoreError once it is over, and in a process that was forked meanwhile."""
-        check_process(self._opener, self._what)
-        with self._state:
-            if self._is_over:
-                raise StoreError(f"{self._what} is closed")
-            self._count += 1
-        try:
-            yield
-        finally:
-            with self._state:
-                self._count -= 1
-                self._state.notify_all()
-
-    def end(self) -> bool:
-        """Wait for all uses; whether there could be any until now. A forked process has none."""
-        if os.getpid() != self._opener:
-            return False
-        with self._state:
-            is_first, self._is_over = not self._is_over, True
-            self._state.wait_for(lambda: not self._count)
-            return is_first

@@ -22,7 +22,7 @@ from threading import Lock
 import numpy as np
 
 from kvstow.offload.disk.files import Files
-from kvstow.offload.tier import Bools
+from kvstow.offload.tier import Bools, Counter, Counts
 
 EVICTED_SHARE = 16
 """Who needs room evicts until a 16th of the capacity is free, so that the tree is walked seldom."""
@@ -69,8 +69,10 @@ class RowTree:
     What they take is known from a walk through the tree, and from what this process did since.
     """
 
-    def __init__(self, path: Path, fingerprint: str, files: Files, capacity: int) -> None:
-        self.path, self.capacity = path, capacity
+    def __init__(
+        self, path: Path, fingerprint: str, files: Files, capacity: int, counter: Counter
+    ) -> None:
+        self.path, self.capacity, self._counter = path, capacity, counter
         self._root = f"{path}/rows-{fingerprint[:16]}"
         self._files = files
         self.writers = Writers(path, files)
@@ -90,8 +92,8 @@ class RowTree:
 
     def has(self, group: int, keys: Sequence[bytes]) -> Bools:
         """Which rows are there."""
-        there = (os.access(self.name(group, key), os.F_OK) for key in keys)
-        return np.fromiter(there, bool, len(keys))
+        folder, names = f"{self._root}/{group}", [key.hex() for key in keys]
+        return np.array([os.access(f"{folder}/{n[:2]}/{n}", os.F_OK) for n in names], bool)
 
     def directories(self, group: int) -> list[os.DirEntry[str]]:
         """Where the rows of a group are."""
@@ -122,23 +124,22 @@ class RowTree:
 
     # ── coming ────────────────────────────────────────────────────────────────────
 
-    def reserve(self, nbytes: int) -> tuple[bool, int]:
-        """Whether so many bytes may be written, and how many rows had to go for them.
+    def reserve(self, nbytes: int) -> bool:
+        """Whether so many bytes may be written; rows may have to go for them.
 
         End it by `publish` or `give_back`. Raises OSError.
         """
-        evicted = 0
         with self._lock:
             writers = self.writers.count()
             if nbytes > self._allowance or writers != self._num_writers:
                 self._num_writers = writers
                 self.writers.sweep()
-                evicted = self._make_room(nbytes)
+                self._make_room(nbytes)
             if nbytes > self._allowance:
-                return False, evicted
+                return False
             self._allowance -= nbytes
             self._under_way += nbytes
-            return True, evicted
+            return True
 
     def give_back(self, nbytes: int) -> None:
         """Reserved bytes were not written."""
@@ -155,9 +156,9 @@ class RowTree:
             try:
                 for name in names[1:]:
                     with suppress(FileExistsError):  # somebody else has stored the same row
-                        _in_directory(lambda name=name: self._files.link(file, name), name)
+                        _give_name(self._files.link, file, name)
                         links.append(name)
-                _in_directory(lambda: self._files.rename(file, names[0]), names[0])
+                _give_name(self._files.rename, file, names[0])
             except OSError:
                 for name in links:
                     with suppress(OSError):
@@ -169,16 +170,16 @@ class RowTree:
 
     # ── going ─────────────────────────────────────────────────────────────────────
 
-    def evict(self, nbytes: int) -> int:
-        """Rows go, those used longest ago first, until so many bytes are free; how many."""
+    def evict(self, nbytes: int) -> None:
+        """Rows go, those used longest ago first, until so many bytes are free."""
         with self._lock:
-            return self._evicted(self._walked(), nbytes)
+            self._evict(self._walked(), nbytes)
 
     def prune(self, nbytes: int) -> int:
         """Rows go until the rest takes at most so many bytes; how many."""
         with self._lock:
             files = self._walked()
-            return self._evicted(files, self._tally.nbytes - nbytes)
+            return self._evict(files, self._tally.nbytes - nbytes)
 
     def remove(self, name: str) -> bool:
         """Forget one row; whether it was there."""
@@ -191,8 +192,8 @@ class RowTree:
             self._count_gone(1, facts.st_size if facts.st_nlink == 1 else 0)
         return True
 
-    def _make_room(self, nbytes: int) -> int:
-        """Learn what is there, and evict where it is too much; how many rows.
+    def _make_room(self, nbytes: int) -> None:
+        """Learn what is there, and evict where it is too much.
 
         Somebody who writes alone may use all that is free. Several writers leave a 16th of the
         capacity alone, and each uses no more than its part of that before it looks again.
@@ -201,14 +202,14 @@ class RowTree:
         share = self.capacity // EVICTED_SHARE
         limit = self.capacity if self._num_writers <= 1 else self.capacity - share
         lacking = self._tally.nbytes + self._under_way + nbytes - limit
-        evicted = self._evicted(files, lacking + share) if lacking > 0 else 0
+        if lacking > 0:
+            self._evict(files, lacking + share)
         free = limit - self._tally.nbytes - self._under_way
         if self._num_writers > 1:
             free = min(free, max(nbytes, share // self._num_writers))
         self._allowance = max(0, free)
-        return evicted
 
-    def _evicted(self, files: list[RowFile], nbytes: int) -> int:
+    def _evict(self, files: list[RowFile], nbytes: int) -> int:
         rows = freed = 0
         for file in sorted(files, key=lambda file: file.used):
             if freed >= nbytes:
@@ -219,6 +220,7 @@ class RowTree:
                     rows += 1
             freed += file.nbytes
         self._count_gone(rows, freed)
+        self._counter.add(Counts(evicted_rows=rows))
         return rows
 
     def _count_gone(self, rows: int, nbytes: int) -> None:
@@ -314,13 +316,13 @@ def _opened(folder: str) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _in_directory(work: Callable[[], None], name: str) -> None:
-    """Make a name, and the directories that it needs."""
+def _give_name(give: Callable[[str, str], None], file: str, name: str) -> None:
+    """Give a file a name, in directories that are made where they are missing."""
     try:
-        work()
+        give(file, name)
     except FileNotFoundError:
         _make_directory(os.path.dirname(name))
-        work()
+        give(file, name)
 
 
 def _make_directory(path: str) -> None:

@@ -1,7 +1,6 @@
 """Rows in host memory.
 
-tier    HostTier: an arena of rows, pinned when CUDA is there
+tier      HostTier: an arena of rows, pinned when CUDA is there, in slabs that pass between groups
 eviction  which rows go first
-slots   which rows are free, and whose slab is whose
-shared  rows that several processes share, and that outlive them
+shared    rows that several processes share, and that outlive them
 """
