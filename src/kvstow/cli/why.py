@@ -145,8 +145,8 @@ def _stores(place: str, journal: Path | None, identity: str) -> "Iterator[Store]
 def _remote_store(url: str, identity: str) -> "Store":
     """The store at a URL, as the writers of one computation see it; ends with 2 where there is
     none, or where there are several and `identity` does not choose."""
-    from kvstow.offload.remote.collect import writers
     from kvstow.offload.remote.client import parse
+    from kvstow.offload.remote.collect import writers
     from kvstow.offload.store import Store
 
     with client_at(url) as client:

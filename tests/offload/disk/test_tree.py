@@ -9,7 +9,7 @@ from pathlib import Path
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.disk.tree import RowListing, Writers, walk
-from offloading import hybrid, numbered_key, numbered_row
+from offloading import hybrid, numbered_key, numbered_row, row_files
 
 MIB = 1 << 20
 
@@ -95,3 +95,24 @@ def test_a_listing_looks_again_only_where_something_has_changed(tmp_path, monkey
     assert listing.look() == ([], [])
     assert listed == []
     tier.close()
+
+
+def test_what_one_of_two_writers_evicts_is_not_counted_as_free_twice(tmp_path):
+    """Each keeps no more than its part of what both leave alone, whatever it has freed."""
+    capacity = 320 << 10
+    one, other = (DiskTier(tmp_path, hybrid(), capacity=capacity) for _ in range(2))
+
+    def store(tier, first, num_files):
+        for n in range(first, first + 9 * num_files, 9):
+            stored(tier, range(n, n + 9))
+            sizes = {file.stat().st_ino: file.stat().st_size for file in row_files(tmp_path)}
+            assert sum(sizes.values()) <= capacity
+
+    store(one, 0, 20)
+    store(other, 1000, 1)
+    store(one, 2000, 1)
+    assert one.evict(0, [numbered_key(n) for n in range(180)]) > 90
+    store(other, 3000, 40)
+    store(one, 4000, 20)
+    one.close()
+    other.close()

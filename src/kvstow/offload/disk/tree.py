@@ -145,7 +145,15 @@ class RowTree:
         """Reserved bytes were not written."""
         with self._lock:
             self._under_way -= nbytes
-            self._allowance += nbytes
+            self._allow(nbytes)
+
+    def _allow(self, nbytes: int) -> None:
+        """Bytes are free again. Of several writers nobody keeps more than its part of what all of
+        them leave alone: another one may have counted them as free, too."""
+        self._allowance += nbytes
+        if self._num_writers > 1:
+            part = self.capacity // EVICTED_SHARE // self._num_writers
+            self._allowance = min(self._allowance, part)
 
     def publish(self, file: str, group: int, keys: Sequence[bytes], nbytes: int) -> None:
         """A file that is on the medium gets the names of its rows, all of them or, raising OSError,
@@ -226,7 +234,7 @@ class RowTree:
     def _count_gone(self, rows: int, nbytes: int) -> None:
         self._tally.rows -= rows
         self._tally.nbytes -= nbytes
-        self._allowance += nbytes
+        self._allow(nbytes)
 
 
 class Writers:
