@@ -90,7 +90,6 @@ NOT_QUICK = (
     "transfer/test_pull.py",
     "transfer/channel",
     "transfer/transport",
-    "transfer/move/test_gather.py",
     "memory/test_allocate.py::test_another_process_maps_a_shared_arena_and_both_see_each_others_writes",
     "test_front_door.py::test_everything_can_be_imported_at_once_and_brings_no_engine",
     "test_front_door.py::test_the_api_page_is_made_from_the_code",

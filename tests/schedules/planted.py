@@ -24,11 +24,9 @@ from kvstow.offload.disk.tree import Writers
 from kvstow.route import route as routes
 from kvstow.route import sources as route_sources
 from kvstow.route.blocks import block_span
-from kvstow.transfer import agent, pull, pulls, serve, source
+from kvstow.transfer import agent, fence, pull, pulls, serve, slots, source
 from kvstow.transfer.channel.messages import Begun, Failed
-from kvstow.transfer.fence import Fence, MappedFence
 from kvstow.transfer.loop import IDLE
-from kvstow.transfer.move import slots
 from kvstow.transfer.peers import layouts, outgoing
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.server import Server
@@ -53,28 +51,30 @@ def nothing(*args: Any, **kwargs: Any) -> Any:
     yield
 
 
+def unchanged(*args: Any, **kwargs: Any) -> Any:
+    return {}
+    yield
+
+
 @bug
 def the_fence_is_skipped() -> Generator[None]:
-    with changed(Fence, "passed", nothing):
+    with changed(fence, "read_fence", unchanged):
         yield
 
 
 @bug
 def the_fence_comes_before_the_last_byte() -> Generator[None]:
     """Counters are read and compared once the producer keeps the rows, before they are read."""
-    move, passed = pull.move, Fence.passed
+    move, check = pull.move, fence.check_fence
 
     def early(endpoint: Any, order: Any, one: Any) -> Any:
         while not one.mailbox.has(Begun):
             yield IDLE
-        fence = Fence(endpoint, one.card, one.layout, one.ticket)
-        try:
-            yield from passed(fence)
-        finally:
-            fence.drop()
+        with fence.ready_reads(endpoint, [one]) as (read,):
+            yield from check(one, read)
         yield from move(endpoint, order, one)
 
-    with changed(pull, "move", early), changed(Fence, "passed", nothing):
+    with changed(pull, "move", early), changed(pull, "check_fence", nothing):
         yield
 
 
@@ -122,14 +122,14 @@ def slots_are_cut_before_they_are_read() -> Generator[None]:
 def a_slot_is_reused_before_it_was_fetched() -> Generator[None]:
     """A producer gives a slot back when it has filled it, and it is the next one to be taken."""
 
-    def early(endpoint: Any, parts: Any, mailbox: Any, send: Any, transfer: int) -> Any:
+    def early(endpoint: Any, parts: Any, serving: Any) -> Any:
         for number, piece in enumerate(parts):
             slot = yield from endpoint.stage.take()
             endpoint.stage._free.appendleft(slot // endpoint.stage.slot_bytes)
             yield from slots.copied(endpoint.arena, endpoint.stage.arena, piece.into_slot(slot))
-            send(slots.Staged(transfer, number, slot))
+            serving.peer.send(slots.Staged(serving.begin.transfer, number, slot))
         for _ in parts:
-            yield from mailbox.wait(slots.Fetched)
+            yield from serving.mailbox.wait(slots.Fetched)
 
     with changed(serve, "stage_pieces", early):
         yield
@@ -218,10 +218,10 @@ def the_ticket_s_start_is_not_compared() -> Generator[None]:
     def any_start(one: Any) -> Any:
         yield from one.peer.met()
 
-    def any_ticket(self: Any, serving: Any) -> Any:
-        return next(iter(self._tickets.values()))
+    def any_lease(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return next(iter(self._running.values()))
 
-    with changed(pull, "meet", any_start), changed(Server, "opened", any_ticket):
+    with changed(pull, "meet", any_start), changed(Leases, "open", any_lease):
         yield
 
 
@@ -244,8 +244,8 @@ def leases_never_run_out() -> Generator[None]:
 def a_deadline_is_never_looked_at() -> Generator[None]:
     begin = pulls.Pulls.begin
 
-    def endless(self: Any, transfer: Any, tickets: Any, until: float) -> None:
-        begin(self, transfer, tickets, until + 1e6)
+    def endless(self: Any, transfer: Any, tickets: Any, seconds: float) -> None:
+        begin(self, transfer, tickets, seconds + 1e6)
 
     with changed(pulls.Pulls, "begin", endless):
         yield
@@ -256,14 +256,9 @@ def written_is_believed_before_it_is_true() -> Generator[None]:
     """The producer says that all is written when it has only begun."""
     written = serve.written
 
-    def early(endpoint: Any, serving: Any, ticket: Any, order: Any) -> Any:
-        story = written(endpoint, serving, ticket, order)
-
-        def told() -> Any:
-            serving.send(serve.Written(serving.transfer, 0, 0))
-            yield from story
-
-        return told()
+    def early(endpoint: Any, serving: Any, copies: Any) -> Any:
+        serving.peer.send(serve.Written(serving.begin.transfer, 0, 0))
+        yield from written(endpoint, serving, copies)
 
     with changed(serve, "written", early):
         yield
@@ -286,7 +281,7 @@ def the_ticket_s_fingerprint_is_not_compared() -> Generator[None]:
         yield from meet(one)
 
     def any_digest(self: Any, id: int, digest: bytes, reader: Any, **how: Any) -> Any:
-        return opened(self, id, self.find(id).digest, reader, **how)
+        return opened(self, id, self.find(id).ticket.digest, reader, **how)
 
     meet, opened = pull.meet, Leases.open
     with changed(pull, "meet", any_layout), changed(Leases, "open", any_digest):
@@ -322,19 +317,19 @@ def what_a_load_left_out_can_be_found() -> Generator[None]:
 
 @bug
 def generations_of_mapped_rows_are_not_compared() -> Generator[None]:
-    with changed(MappedFence, "passed", nothing):
+    with changed(fence, "mapped_fence", unchanged):
         yield
 
 
 @bug
 def generations_of_mapped_rows_are_compared_before_the_copy_has_ended() -> Generator[None]:
-    copy_rows, passed = pull.copy_rows, MappedFence.passed
+    copy_rows, check = pull.copy_rows, fence.check_fence
 
     def early(endpoint: Any, order: Any, one: Any) -> Any:
-        yield from passed(MappedFence(one))
+        yield from check(one, None)
         yield from copy_rows(endpoint, order, one)
 
-    with changed(pull, "copy_rows", early), changed(MappedFence, "passed", nothing):
+    with changed(pull, "copy_rows", early), changed(pull, "check_fence", nothing):
         yield
 
 

@@ -317,7 +317,7 @@ class Transfers:
             "leases": len(node.agent.server.leases),
             "posts": self._posts_under_way(node),
             "counters": max(0, endpoint.num_counters_in_use - failed),
-            "pulls": len(node.agent.pulls),
+            "pulls": len(node.agent.pulls.running),
             "quarantine": node.agent.quarantine.rows,
             "stage slots": max(0, endpoint.num_slots_in_use - failed),
             "engines": len(self.world.fabric.members) - len(self.world.nodes),

@@ -26,7 +26,7 @@ from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import Extent
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.digests import LEAST_SHARE, digests, mismatches, sample_bytes, warm_up
+from kvstow.transfer.digests import LEAST_SHARE, digests, mismatches, warm_up
 from kvstow.transfer.digests import samples as samples_with
 from planning import attention
 from strategies import Kind, group_bytes, listed, models, served, value
@@ -190,19 +190,6 @@ def test_policies_that_are_not_samples_compare_everything_or_nothing():
     (whole,) = samples((layout,), 4, 9, "always")
     assert (whole.layers, whole.start_token, whole.stop_token) == (("l.0", "l.1", "l.2"), 4, 9)
     assert (whole.every, whole.phase) == (1, 0)
-
-
-@settings(max_examples=examples(60))
-@given(st.data())
-def test_a_sample_is_no_larger_than_was_said(data):
-    model = data.draw(models())
-    num_tokens = data.draw(st.integers(1, 40))
-    start_token = data.draw(st.integers(0, num_tokens - 1))
-    layouts = two_layouts(data, model, num_tokens)
-    for sample in samples(layouts, start_token, num_tokens, "sample"):
-        spec = layouts[0].layers[sample.layers[0]][1]
-        states = picked(layouts[0], sample, num_tokens)
-        assert len(states) * spec.cell_bytes <= sample_bytes(layouts[0], [sample])
 
 
 def test_a_digest_made_ready_counts_what_lies_there_when_it_is_taken():

@@ -407,7 +407,7 @@ def test_questions_under_way_end_when_the_agent_is_closed(pair: tuple[Engine, En
     producer.holds(PROMPT)
     addresses = producer.agent.address, "tcp://127.0.0.1:9"
     answers = [consumer.agent.begin_ask(address, keys_of(PROMPT), step=4) for address in addresses]
-    wait_for(lambda: any(peer.questions for peer in consumer.agent.peers.all.values()))
+    wait_for(lambda: any(peer.readers for peer in consumer.agent.peers.all.values()))
     consumer.agent.close()
     for answer in answers:
         assert answer.done()
@@ -419,7 +419,7 @@ def test_a_question_to_a_peer_that_is_lost_ends_at_once(pair: tuple[Engine, Engi
     producer.holds(PROMPT)
     answer = consumer.agent.begin_ask(producer.agent.address, keys_of(PROMPT), step=4)
     (peer,) = consumer.agent.peers.all.values()
-    wait_for(lambda: bool(peer.questions))
+    wait_for(lambda: bool(peer.readers))
     consumer.agent.loop.submit(lambda: peer.lose(TransferError("it is gone", kind="peer")))
     with pytest.raises(TransferError, match="it is gone"):
         answer.result(5)

@@ -22,16 +22,14 @@ from kvstow.observe import Telemetry
 from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.route import plan_route
-from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.curve import Keys
-from kvstow.transfer.channel.framing import DropReason
+from kvstow.transfer.channel.framing import Channel, DropReason, Session
 from kvstow.transfer.channel.messages import MAX_NAME, AnyMessage, End
 from kvstow.transfer.channel.sockets import SocketChannel
 from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.digests import warm_up
 from kvstow.transfer.loop import Loop, Routine
 from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options, Way, check_words
-from kvstow.transfer.peers.blocks import check_blocks
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.outgoing import Outgoing, Peers
 from kvstow.transfer.prefixes import (
@@ -42,13 +40,13 @@ from kvstow.transfer.prefixes import (
     prefix_question,
 )
 from kvstow.transfer.pull import Order, written_rows
-from kvstow.transfer.pulls import Pulls, Transfer, checked_tokens
+from kvstow.transfer.pulls import Pulls, Transfer
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.server import Server
 from kvstow.transfer.tickets.lease import EndReason
 from kvstow.transfer.tickets.offers import Offers
 from kvstow.transfer.tickets.owner import Owner, OwnerQueue
-from kvstow.transfer.tickets.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket, check_blocks
 from kvstow.transfer.transport.base import Transport
 from kvstow.transfer.transport.mapped import NodeMemory
 
@@ -113,23 +111,21 @@ class Agent:
             on_error=self._failed,
         )
         self.endpoint.wake = self.loop.wake
-        self.peers = Peers(self.endpoint, self.channel, self.loop)
+        self.peers = Peers(self.endpoint, self.loop)
         self.quarantine = Quarantine(
-            self.endpoint, self.loop, is_moving=self._is_moving, before_close=self._give_up
-        )
-        self.server = Server(
-            self.endpoint, self.channel, self.loop, self.quarantine, lambda: status_document(self)
-        )
-        self._owner = OwnerQueue(owner, self._settling_failed)
-        self.offers = Offers(
             self.endpoint,
             self.loop,
-            self.server,
-            self._owner,
-            address=self.address,
-            key=keys.public if keys else "",
+            is_moving=lambda: bool(self.endpoint.moving or self.server.servings),
+            before_close=self._give_up,
         )
+        self.server = Server(
+            self.endpoint, self.loop, self.quarantine, lambda: status_document(self)
+        )
+        self._owner = OwnerQueue(owner, lambda error: self._failed("a deferred call"))
+        public = keys.public if keys else ""
+        self.offers = Offers(self.endpoint, self.loop, self.server, self._owner, public)
         self.prefixes = PrefixAnswers(self.endpoint, self.loop, self.offers, self._owner)
+        self.server.on_question = self.prefixes.hear
         self._settles_itself = False
         self.pulls = Pulls(self.endpoint, self.loop, self.peers, self.quarantine, self._owner)
         self.loop.start("peers", self.peers.upkeep())
@@ -227,7 +223,7 @@ class Agent:
 
     def withdraw(self, ticket: Ticket) -> None:
         """Take a ticket back: its readers fail, its blocks are given back."""
-        self.offers.withdraw(ticket)
+        self.loop.submit(lambda: self.server.leases.end(ticket.lease, "withdrawn"))
 
     # ── prefixes ──────────────────────────────────────────────────────────────────
 
@@ -239,7 +235,6 @@ class Agent:
         """
         self.prefixes.source = source
         self._settles_itself = True
-        self.server.on_question = self.prefixes.hear
 
     def ask(
         self,
@@ -280,7 +275,7 @@ class Agent:
         patience = seconds or self.options.contact_seconds
         return self.loop.future(
             f"ask {address}",
-            ask_peer(self.loop, peer, question),
+            ask_peer(self.endpoint, self.loop, peer, question),
             seconds=patience,
             late=lambda: not_answered(peer, patience),
         )
@@ -347,12 +342,9 @@ class Agent:
             self._owner.begin_writing(order.written_ids)
             undo.callback(self._owner.end_writing, order.written_ids)
             undo.callback(self._owner.trust, self._owner.distrust(order.written_ids))
-            now = self.endpoint.clock()
-            transfer = Transfer(
-                order, now, self._owner.settle_if_ours, self.pulls.abort, on_quiet, self._when_late
-            )
+            transfer = Transfer(order, self.loop, self._owner, on_quiet)
             self.loop.submit(
-                lambda: self.pulls.begin(transfer, listed, now + seconds),
+                lambda: self.pulls.begin(transfer, listed, seconds),
                 lambda error: self.pulls.refuse(transfer, error),
             )
             undo.pop_all()
@@ -373,10 +365,6 @@ class Agent:
                     peer=ticket.agent,
                 )
 
-    def _when_late(self) -> str:
-        """What else to say to somebody who has waited for a pull in vain."""
-        return "" if self.loop.has_thread else "\n\nhint: this agent was not started: agent.start()"
-
     def maps(self, ticket: Ticket) -> bool:
         """Whether what a ticket names is memory of ours by now, so that to pull it is to copy it
         here; from any thread."""
@@ -387,26 +375,20 @@ class Agent:
 
     def keep(self, ticket: Ticket) -> None:
         """Keep a ticket's lease alive until it is pulled or dropped."""
-
-        def start() -> None:
-            peer = self.peers.at(ticket.address, ticket.key)
-            self.loop.start("keep", peer.keep(ticket.lease, ticket.lease_seconds))
-
-        self.loop.submit(start)
+        peer = self.peers.at(ticket.address, ticket.key)
+        renewals = peer.keep(ticket.lease, ticket.lease_seconds)
+        self.loop.submit(lambda: self.loop.start("keep", renewals))
 
     def drop(self, ticket: Ticket) -> None:
         """Tell the producer that nobody here will pull this ticket: it ends the lease."""
+        peer = self.peers.at(ticket.address, ticket.key)
 
         def dropped() -> Routine[None]:
-            peer = self.peers.at(ticket.address, ticket.key)
             peer.kept.discard(ticket.lease)
             yield from peer.met()
             peer.send(End(0, ticket.lease, "aborted"))
 
-        def start() -> None:
-            self.loop.start("drop", dropped())
-
-        self.loop.submit(start)
+        self.loop.submit(lambda: self.loop.start("drop", dropped()))
 
     # ── the blocks' owner ─────────────────────────────────────────────────────────
 
@@ -420,7 +402,7 @@ class Agent:
 
     # ── the loop ──────────────────────────────────────────────────────────────────
 
-    def _hear(self, line: Line, message: AnyMessage) -> None:
+    def _hear(self, line: Session, message: AnyMessage) -> None:
         if line.is_incoming:
             self.server.hear(line, message)
         else:
@@ -439,12 +421,6 @@ class Agent:
         """A message, a command or a deferred call has raised, which is logged."""
         self.endpoint.count(self.endpoint.metrics.errors, what)
 
-    def _settling_failed(self, error: Exception) -> None:
-        self._failed("a deferred call")
-
-    def _is_moving(self) -> bool:
-        return bool(self.endpoint.moving or self.server.servings)
-
     def _give_up(self, error: TransferError) -> None:
         """End all that moves, and have every peer meet us again."""
         self.server.forget_all()
@@ -462,8 +438,10 @@ class Agent:
         begun = threading.Event()
 
         def begin() -> None:
-            self.endpoint.use_device()
-            begun.set()
+            try:
+                self.endpoint.use_device()
+            finally:
+                begun.set()
 
         self.loop.run(begin)
         if self.endpoint.kind == "VRAM":
@@ -483,7 +461,7 @@ class Agent:
             self.server.leases.close()
             for _ in range(CLOSING_TURNS):
                 self.loop.step()
-                if self.pulls.are_quiet:
+                if not self.pulls.unquiet:
                     break
                 time.sleep(1e-3)
             self.loop.close()
@@ -520,3 +498,32 @@ def _checked_name(name: str) -> str:
     if len(name) > MAX_NAME:
         raise SpecError(f"agent name {name[:40]!r}… has {len(name)} characters, not {MAX_NAME}")
     return name
+
+
+def checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int | None) -> int:
+    """How many tokens a pull wants; TransferError where the tickets do not have them."""
+    if not all(isinstance(ticket, Ticket) for ticket in tickets):  # pyright: ignore[reportUnnecessaryIsInstance]
+        kinds = sorted({type(ticket).__name__ for ticket in tickets})
+        raise TransferError(
+            f"tickets are {', '.join(kinds)}\n\nhint: kvstow.Ticket.parse(text)", kind="ticket"
+        )
+    lengths = {ticket.num_tokens for ticket in tickets}
+    if not tickets:
+        raise TransferError("there is no ticket to pull with", kind="ticket")
+    if len(lengths) != 1:
+        raise TransferError(
+            f"tickets of {sorted(lengths)} tokens are not of one request", kind="ticket"
+        )
+    offered = lengths.pop()
+    wanted = offered if num_tokens is None else num_tokens
+    if wanted > offered:
+        raise TransferError(
+            f"{wanted} tokens are wanted, the ticket is for {offered}", kind="ticket"
+        )
+    if not 0 <= start_token < wanted:
+        raise TransferError(
+            f"tokens [{start_token}, {wanted}) are none\n\nhint: start_token is at least 0 and "
+            f"below num_tokens",
+            kind="refused",
+        )
+    return wanted

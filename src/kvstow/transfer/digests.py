@@ -4,35 +4,28 @@ Each source counts what it brings (its claims), the consumer counts what it hold
 over sources is the consumer's number, whatever tp, order or tokens per block either has.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from random import Random
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import MODULUS, DigestOf, counted_states, prepared
 from kvstow.plan.layout import Layout
-from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import ceil_div
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.route import Claims
 from kvstow.transfer.channel.messages import Claim, Sample
+from kvstow.transfer.loop import Routine, result_of
 from kvstow.transfer.options import DigestPolicy
+
+if TYPE_CHECKING:
+    from kvstow.transfer.peers.endpoint import Endpoint
 
 LEAST_SHARE = 128
 """A sample is at most one cell in so many: digests are slower than transfers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A sample whose digests differ."""
-
-    sample: Sample
-    here: int
-    there: int
 
 
 def samples(
@@ -67,40 +60,21 @@ def samples(
     return tuple(result)
 
 
-def sample_bytes(layout: Layout, wanted: Sequence[Sample]) -> int:
-    """At most so many bytes of an arena count for these samples."""
-    return sum(count * spec.cell_bytes for spec, count in _counted_cells(layout, wanted))
-
-
-def _counted_cells(layout: Layout, wanted: Sequence[Sample]) -> Iterator[tuple[LayerSpec, int]]:
-    """Per layer that the arena holds, how many cells count at most."""
-    for sample in wanted:
-        for name in sample.layers:
-            if name not in layout.layers:
-                continue
-            group, spec, _ = layout.layers[name]
-            first, end = sample.heads or (0, spec.heads.size)
-            low, high = counted_states(
-                layout.groups[group].group, spec, sample.stop_token, sample.start_token
-            )
-            states = ceil_div(high - low, sample.every)
-            yield spec, states * (end - first)
-
-
 def _states(layouts: Sequence[Layout], layer: str) -> int:
     """States of a layer in a row, where rows are shortest."""
     return min(each.layers[layer][1].states for each in layouts if layer in each.layers)
 
 
-def digests_of(
+def ready_digests(
     arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
-) -> list[DigestOf]:
-    """What the digest of each sample counts: nothing in layers that this arena does not hold."""
-    result: list[DigestOf] = []
+) -> Callable[[], tuple[int, ...]]:
+    """What counts the digest of each sample when it is called; nothing counts of layers that this
+    arena does not hold."""
+    counts: list[DigestOf] = []
     for sample in wanted:
         held = [name for name in sample.layers if name in arena.layout.layers]
         groups = {arena.layout.layers[name][0] for name in held}
-        result.append(
+        counts.append(
             DigestOf(
                 {g: blocks[g] for g in groups if g in blocks},
                 sample.stop_token,
@@ -112,14 +86,23 @@ def digests_of(
                 phase=sample.phase,
             )
         )
-    return result
+    return prepared(arena, counts)
 
 
 def digests(
     arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
 ) -> tuple[int, ...]:
     """The digest of each sample, taken now."""
-    return prepared(arena, digests_of(arena, blocks, wanted, claims))()
+    return ready_digests(arena, blocks, wanted, claims)()
+
+
+def in_worker(
+    endpoint: "Endpoint", count: Callable[[], tuple[int, ...]]
+) -> Routine[tuple[int, ...]]:
+    """Count in the agent's second thread."""
+    running = endpoint.worker.submit(count)
+    running.add_done_callback(lambda _: endpoint.wake())
+    return (yield from result_of(running))
 
 
 def warm_up(arena: Arena) -> None:
@@ -138,14 +121,10 @@ def warm_up(arena: Arena) -> None:
 
 def mismatches(
     wanted: Sequence[Sample], here: Sequence[int], there: Sequence[Sequence[int]]
-) -> list[Mismatch]:
-    """Samples whose sums over all sources are not what the consumer has."""
-    sums = [sum(column) % MODULUS for column in zip(*there, strict=True)]
-    return [
-        Mismatch(sample, mine, theirs)
-        for sample, mine, theirs in zip(wanted, here, sums, strict=True)
-        if mine != theirs
-    ]
+) -> list[tuple[Sample, int, int]]:
+    """Samples whose sums over all sources are not what the consumer has, with both numbers."""
+    sums = (sum(column) % MODULUS for column in zip(*there, strict=True))
+    return [each for each in zip(wanted, here, sums, strict=True) if each[1] != each[2]]
 
 
 # ── claims on the wire ────────────────────────────────────────────────────────────────

@@ -8,14 +8,14 @@ smallest ranges of the peer's counters that cover the blocks; a long gap starts 
     memory         4 5 6 7 9003 9004
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstow.errors import TransferError
-from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from kvstow.transfer.channel.messages import Card
     from kvstow.transfer.peers.endpoint import Endpoint
     from kvstow.transfer.source import Source
-    from kvstow.transfer.tickets.ticket import Ticket
 
 ENTRY_BYTES = 8
 LONG_GAP = 4096
@@ -85,10 +84,10 @@ def _covering(ids: Ints) -> tuple[list[int], list[int]]:
 
 def changed(
     found: Mapping[int, Ints], blocks: Mapping[int, Blocks], expected: Mapping[int, Ints]
-) -> dict[int, tuple[int, ...]]:
+) -> dict[int, list[int]]:
     """Per group, the blocks whose generations are not the expected ones."""
     return {
-        g: tuple(blocks[g].ids[there != expected[g]].tolist())
+        g: blocks[g].ids[there != expected[g]].tolist()
         for g, there in found.items()
         if there.tobytes() != expected[g].tobytes()
     }
@@ -130,82 +129,68 @@ class CounterRead:
         self._flight.drop()
 
 
-class MappedFence:
-    """The fence of a source whose counters are memory of ours.
+@contextmanager
+def ready_reads(
+    endpoint: "Endpoint", sources: Sequence["Source"]
+) -> Generator[list[CounterRead | None]]:
+    """What the fence of each source reads; nothing where its counters are memory of ours. Made
+    ready before the rows move: afterwards caches are full of them, and the same work takes several
+    times as long. Raises TransferError."""
+    reads: list[CounterRead | None] = []
+    try:
+        for source in sources:
+            blocks = source.ticket.blocks
+            reads.append(None if source.mapped else CounterRead(endpoint, source.card, blocks))
+        yield reads
+    finally:
+        for read in reads:
+            if read is not None:
+                read.drop()
+
+
+def check_fence(source: "Source", read: CounterRead | None) -> Routine[None]:
+    """Return if every block of a source's ticket still has its generation; TransferError otherwise.
+    To be called when the last byte has arrived."""
+    fence = mapped_fence(source) if read is None else read_fence(source, read)
+    moved = yield from fence
+    if moved:
+        groups = source.layout.groups
+        where = "; ".join(f"group {groups[g].group.name!r}: {ids[:8]}" for g, ids in moved.items())
+        raise source.fault(
+            f"{sum(map(len, moved.values()))} source blocks were given to others before the last "
+            f"byte had arrived: {where}",
+            "fence",
+        )
+
+
+def read_fence(source: "Source", read: CounterRead) -> Routine[dict[int, list[int]]]:
+    """Blocks whose generations are not the ticket's."""
+    found = yield from read.generations()
+    return changed(found, source.ticket.blocks, source.ticket.generations)
+
+
+def mapped_fence(source: "Source") -> Routine[dict[int, list[int]]]:
+    """The same of a source whose counters are memory of ours.
 
     An engine's agent sets them when it hears of a ticket that its scheduler has written. So one
     that differs may be early, and is read again when the producer has answered: no generation ever
     comes back, and one that equals the ticket's then has held ever since the ticket was written.
     """
-
-    def __init__(self, source: "Source") -> None:
-        self._source = source
-
-    def passed(self) -> Routine[None]:
-        """As `Fence.passed`."""
-        source = self._source
-        if self._changed():
-            yield from self._answered()
-            moved = self._changed()
-            if moved:
-                raise reused(source.layout, source.peer.name, moved)
-
-    def _answered(self) -> Routine[None]:
-        """Wait until the producer knows the ticket. TransferError if it refuses it."""
-        source = self._source
-        while not source.mailbox.has(Begun):
-            if source.mailbox.has(Refused):
-                raise source.refusal(source.mailbox.first(Refused))
-            if source.peer.line is not source.line:
-                raise lost(source.peer.name, "before it has said that it keeps the rows")
-            yield IDLE
-
-    def _changed(self) -> dict[int, tuple[int, ...]]:
-        """Blocks whose generations are not the ticket's; all of them, where the agent is closed."""
-        source, ticket = self._source, self._source.ticket
-        assert source.mapped is not None
-        found = source.mapped.generations(ticket.blocks)
-        if found is None:
-            raise source.fault("it has closed its agent", "peer")
-        return changed(found, ticket.blocks, ticket.generations)
-
-    def drop(self) -> None:
-        """Nothing was made ready."""
+    if not _changed_there(source):
+        return {}
+    while not source.mailbox.has(Begun):
+        if source.mailbox.has(Refused):
+            raise source.refusal(source.mailbox.first(Refused))
+        if source.peer.line is not source.line:
+            raise lost(source.peer.name, "before it has said that it keeps the rows")
+        yield IDLE
+    return _changed_there(source)
 
 
-def reused(layout: Layout, agent: str, moved: Mapping[int, tuple[int, ...]]) -> TransferError:
-    """The error of blocks that were given to others."""
-    where = "; ".join(
-        f"group {layout.groups[g].group.name!r}: {list(ids[:8])}" for g, ids in moved.items()
-    )
-    return TransferError(
-        f"peer {agent!r}: {sum(map(len, moved.values()))} source blocks were given to others "
-        f"before the last byte had arrived: {where}",
-        kind="fence",
-        peer=agent,
-    )
-
-
-class Fence:
-    """Whether every block of a ticket still has its generation. It is made ready before the rows
-    move: afterwards caches are full of them, and the same work takes several times as long."""
-
-    def __init__(
-        self, endpoint: "Endpoint", card: "Card", layout: Layout, ticket: "Ticket"
-    ) -> None:
-        self._card = card
-        self._layout = layout
-        self._ticket = ticket
-        self._read = CounterRead(endpoint, card, ticket.blocks)
-
-    def passed(self) -> Routine[None]:
-        """Return if every block has; TransferError otherwise. To be called when the last byte
-        has arrived."""
-        found = yield from self._read.generations()
-        moved = changed(found, self._ticket.blocks, self._ticket.generations)
-        if moved:
-            raise reused(self._layout, self._card.agent, moved)
-
-    def drop(self) -> None:
-        """Forget a fence that nobody asked."""
-        self._read.drop()
+def _changed_there(source: "Source") -> dict[int, list[int]]:
+    ticket = source.ticket
+    assert source.mapped is not None
+    found = source.mapped.generations(ticket.blocks)
+    if found is None:
+        raise source.fault("it has closed its agent", "peer")
+    return changed(found, ticket.blocks, ticket.generations)

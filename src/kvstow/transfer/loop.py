@@ -22,7 +22,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from kvstow.errors import TransferError
-from kvstow.transfer.channel.base import Channel, Line
+from kvstow.threads import guarded_thread
+from kvstow.transfer.channel.framing import Channel, Session
 from kvstow.transfer.channel.messages import AnyMessage
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ T = TypeVar("T")
 M = TypeVar("M")
 
 Routine = Generator[float, None, T]
+Command = tuple[Callable[[], object], Callable[[TransferError], None]]
 
 AT_ONCE = 0.0
 """Ask again without a pause: a post is under way, and some engines move bytes only then."""
@@ -58,18 +60,15 @@ class Task(Generic[T]):
         self.name = name
         self.due = 0.0
         self.deadline = math.inf
-        self.late: Callable[[], TransferError] = self._late
+        self.late = lambda: TransferError(f"{name}: no end in time", kind="timeout")
         self.is_over = False
         self.result: T | None = None
         self.error: TransferError | None = None
         self.on_end: Callable[[], None] = lambda: None
-        self._story = routine
+        self._routine = routine
         self._interrupt: TransferError | None = None
         self._may_interrupt = True
         self._has_begun = False
-
-    def _late(self) -> TransferError:
-        return TransferError(f"{self.name}: no end in time", kind="timeout")
 
     def wake(self) -> None:
         """Resume the routine in the next turn."""
@@ -83,8 +82,9 @@ class Task(Generic[T]):
             self.due = 0.0
 
     def shield(self) -> None:
-        """No interrupt reaches the routine from now on, not even one that waits: it is ending."""
-        self._may_interrupt, self._interrupt = False, None
+        """No deadline and no interrupt reaches the routine from now on, not even one that waits: it
+        is ending."""
+        self._may_interrupt, self._interrupt, self.deadline = False, None, math.inf
 
     def resume(self, now: float) -> None:
         """Let the routine go on until it waits again, ends or fails."""
@@ -95,24 +95,20 @@ class Task(Generic[T]):
             error, self._interrupt = self._interrupt, None
         self._has_begun = True
         try:
-            wait = next(self._story) if error is None else self._story.throw(error)
+            wait = next(self._routine) if error is None else self._routine.throw(error)
+            self.due = now + wait if self._interrupt is None else 0.0
         except StopIteration as end:
-            self._end(end.value, None)
+            self.result, self.is_over = end.value, True
         except TransferError as failure:
-            self._end(None, failure)
+            self.error, self.is_over = failure, True
         except Exception as failure:
             log.exception("%s: ended by a bug", self.name)
-            self._end(None, bug(self.name, failure))
-        else:
-            self.due = now + wait if self._interrupt is None else 0.0
-
-    def _end(self, result: T | None, error: TransferError | None) -> None:
-        self.result, self.error, self.is_over = result, error, True
+            self.error, self.is_over = bug(self.name, failure), True
 
     def close(self, error: TransferError) -> None:
         """Drop the routine where it stands; it has failed with this error."""
-        self._end(None, error)
-        self._story.close()
+        self.error, self.is_over = error, True
+        self._routine.close()
 
 
 def bug(what: str, error: Exception) -> TransferError:
@@ -207,18 +203,18 @@ class Loop:
         channel: Channel,
         clock: Callable[[], float],
         *,
-        hear: Callable[[Line, AnyMessage], None],
+        hear: Callable[[Session, AnyMessage], None],
         progress: Callable[[], None],
         on_error: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.name = name
         self.tasks: list[Task[Any]] = []
         self.clock = clock
-        self._channel = channel
+        self.channel = channel
         self._hear = hear
         self._progress = progress
         self._on_error = on_error
-        self._commands: deque[tuple[Callable[[], None], Callable[[TransferError], None]]] = deque()
+        self._commands: deque[Command] = deque()
         self._thread: threading.Thread | None = None
         self._busy_until = 0.0
         self._closing = threading.Event()
@@ -237,7 +233,7 @@ class Loop:
 
     def submit(
         self,
-        command: Callable[[], None],
+        command: Callable[[], object],
         on_error: Callable[[TransferError], None] = lambda error: None,
     ) -> None:
         """Have something done in the loop's thread; `on_error` is told what it raises. Raises
@@ -245,7 +241,7 @@ class Loop:
         self._check_process()
         with self._waking:
             if self._wake_fd < 0:
-                raise TransferError(f"agent {self.name!r} is closed", kind="aborted")
+                raise self._closed()
             self._commands.append((command, on_error))
             os.eventfd_write(self._wake_fd, 1)
 
@@ -262,15 +258,20 @@ class Loop:
             task = self.start(name, routine)
             task.deadline, task.late = self.clock() + seconds, late
             task.on_end = lambda: _tell(answer, task)
-            answer.add_done_callback(lambda _: self._cancel(task))
+            error = TransferError(f"{name}: nobody waits for it any more", kind="aborted")
+            answer.add_done_callback(lambda _: self.try_submit(lambda: task.interrupt(error)))
 
         self.submit(begin, answer.set_exception)
         return answer
 
-    def _cancel(self, task: Task[Any]) -> None:
-        error = TransferError(f"{task.name}: nobody waits for it any more", kind="aborted")
+    def try_submit(self, command: Callable[[], object]) -> None:
+        """Have something done in the loop's thread, unless the loop is closed."""
         with suppress(TransferError):
-            self.submit(lambda: task.interrupt(error))
+            self.submit(command)
+
+    def wake(self) -> None:
+        """Resume every routine, if the loop still runs."""
+        self.try_submit(lambda: None)
 
     def _check_process(self) -> None:
         """TransferError in a process that was forked: it has no thread that would do anything."""
@@ -281,10 +282,8 @@ class Loop:
                 kind="refused",
             )
 
-    def wake(self) -> None:
-        """Resume every routine, if the loop still runs."""
-        with suppress(TransferError):
-            self.submit(lambda: None)
+    def _closed(self) -> TransferError:
+        return TransferError(f"agent {self.name!r} is closed", kind="aborted")
 
     # ── turns ─────────────────────────────────────────────────────────────────────
 
@@ -306,19 +305,22 @@ class Loop:
         if 0 < timeout < NOW_AND_THEN / 2:  # too short for a socket to be waited for
             time.sleep(timeout)
             milliseconds = 0
-        for line, message in self._channel.heard(milliseconds):
+        for line, message in self.channel.heard(milliseconds):
             self._busy_until = self.clock() + NOW_AND_THEN
             self._run_commands()
             self._guarded(partial(self._hear, line, message), type(message).__name__)
         self._run_commands()
-        self._let_engine_work()
+        started = self.clock()
+        self._guarded(self._progress, "the engine")
         now = self.clock()
+        if now - started > WORK_SECONDS:
+            self._busy_until = now + NOW_AND_THEN
         for task in tuple(self.tasks):
             if task.due <= now or task.deadline < now:
                 task.resume(now)
                 if task.is_over:
                     self._ended(task)
-        soonest = min((task.due for task in self.tasks), default=math.inf)
+        soonest = min([task.due for task in self.tasks], default=math.inf)
         return min(max(soonest - now, 0.0), IDLE)
 
     def _ended(self, over: Task[Any]) -> None:
@@ -330,47 +332,35 @@ class Loop:
     def wake_all(self) -> None:
         """Resume every routine: something has happened that some of them may wait for."""
         for task in self.tasks:
-            task.wake()
+            task.due = 0.0
 
     def _run_commands(self) -> None:
         while self._commands:
             self._guarded(partial(_run, *self._commands.popleft()), "a command")
             self.wake_all()
 
-    def _let_engine_work(self) -> None:
-        started = self.clock()
-        self._guarded(self._progress, "the engine")
-        now = self.clock()
-        if now - started > WORK_SECONDS:
-            self._busy_until = now + NOW_AND_THEN
-
     def _guarded(self, call: Callable[[], None], what: str) -> None:
         """What goes wrong here concerns one message or command, and nobody else."""
         try:
             call()
-        except TransferError as error:
-            log.warning("agent %s: %s: %s", self.name, what, error)
+        except Exception as error:
+            is_ours = isinstance(error, TransferError)
+            log.warning("agent %s: %s: %s", self.name, what, error, exc_info=not is_ours)
             self._on_error(what)
-        except Exception:
-            log.exception("agent %s: %s: a bug", self.name, what)
-            self._on_error(what)
+
+    # ── its life ──────────────────────────────────────────────────────────────────
 
     def run(self, begin: Callable[[], None]) -> None:
         """Turn in a thread of its own from now on, which calls `begin` first. TransferError once it
         is closed."""
         self._check_process()
         if self._closing.is_set():
-            raise TransferError(f"agent {self.name!r} is closed", kind="aborted")
+            raise self._closed()
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._turn, args=(begin,), name=f"kvstow-{self.name}", daemon=True
+            self._thread = guarded_thread(
+                f"kvstow-{self.name}", partial(self._turn, begin), on_broken=self._break
             )
             self._thread.start()
-
-    @property
-    def has_thread(self) -> bool:
-        """Whether it turns by itself; otherwise only by `step`."""
-        return self._thread is not None
 
     def _turn(self, begin: Callable[[], None]) -> None:
         begin()
@@ -381,6 +371,16 @@ class Loop:
             except Exception:
                 log.exception("agent %s: a turn failed", self.name)
                 wait = IDLE
+
+    def _break(self, error: BaseException) -> None:
+        """Its thread has ended: whoever waits for something learns of that."""
+        self._on_error("the thread")
+        self.close()
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether it turns by itself; otherwise only by `step`."""
+        return self._thread is not None
 
     def stop(self) -> bool:
         """End the thread, if there is one; whether this was the first call. A process that was
@@ -400,14 +400,13 @@ class Loop:
                 os.close(self._wake_fd)
             self._wake_fd = -1
         self._run_commands()
-        closed = TransferError(f"agent {self.name!r} was closed", kind="aborted")
         while self.tasks:
             task = self.tasks[0]
-            self._guarded(partial(task.close, closed), task.name)
+            self._guarded(partial(task.close, self._closed()), task.name)
             self._ended(task)
 
 
-def _run(command: Callable[[], None], on_error: Callable[[TransferError], None]) -> None:
+def _run(command: Callable[[], object], on_error: Callable[[TransferError], None]) -> None:
     """Do what was submitted; whoever waits for it learns of an error."""
     try:
         command()

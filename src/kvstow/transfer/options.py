@@ -19,6 +19,9 @@ LONG_BYTES = 32 << 10
 
 DigestPolicy = Literal["always", "sample", "off"]
 
+SILENT_BEATS = 30
+"""An agent that was silent for so many heartbeats is given up, or forgotten."""
+
 SECONDS = (
     "lease_seconds",
     "transfer_seconds",

@@ -11,18 +11,25 @@ being reused. A ticket keeps them, as any ticket does.
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager
 from functools import partial
-from threading import Lock
+from threading import BoundedSemaphore
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvstow.errors import KvstowError, TransferError
 from kvstow.plan.retention import Bools, Encoder, State, longest_prefix, seen_blocks
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.channel.messages import MAX_ASKED_KEYS, AskPrefix, MissReason, TellPrefix
+from kvstow.transfer.channel.messages import (
+    MAX_ASKED_KEYS,
+    AnyMessage,
+    AskPrefix,
+    MissReason,
+    TellPrefix,
+)
 from kvstow.transfer.loop import IDLE, Loop, Mailbox, Routine
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.incoming import Incoming
@@ -31,7 +38,6 @@ from kvstow.transfer.tickets.lease import EndReason
 from kvstow.transfer.tickets.offers import Offers, OnEnd
 from kvstow.transfer.tickets.owner import OwnerQueue
 from kvstow.transfer.tickets.ticket import Ticket
-from kvstow.transfer.transport.base import lost
 
 KEY_BYTES = 32
 
@@ -61,73 +67,50 @@ class BlockSource(Protocol):
         ...
 
 
-class NothingLent:
-    """The source of an agent that lends nothing."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def ids(self, group: int, keys: Sequence[bytes]) -> Ints:
-        return np.full(len(keys), NONE, np.int64)
-
-    def still(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
 class PrefixAnswers:
-    """Answers questions from a source, in the thread of the blocks' owner, but for `has_room`."""
+    """Answers questions from a source, in the thread of the blocks' owner, but for `has_room`.
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        loop: Loop,
-        offers: Offers,
-        owner: OwnerQueue,
-    ) -> None:
-        self.source: BlockSource = NothingLent()
+    `answers` counts them by kind: a ticket, a miss where nothing is held, or another reason.
+    """
+
+    def __init__(self, endpoint: Endpoint, loop: Loop, offers: Offers, owner: OwnerQueue) -> None:
+        self.source: BlockSource | None = None
+        self.answers: Counter[str] = Counter()
         self._endpoint = endpoint
         self._loop = loop
         self._offers = offers
         self._owner = owner
-        self._open = 0
-        self._lock = Lock()
-        self.answers: Counter[str] = Counter()
-        """Answers by kind: a ticket, a miss where nothing is held, or another reason."""
+        self._room = BoundedSemaphore(MOST_LEASES)
 
     def hear(self, peer: Incoming, question: AskPrefix) -> None:
         """Somebody asks; the owner's thread answers when it next settles."""
-        if self.has_room():
+        if self.source is None:
+            peer.send(TellPrefix(question.question, b"", "absent"))
+        elif self.has_room():
             self._owner.defer(partial(self._tell, peer, question))
         else:
-            peer.tell_miss(question.question, "busy")
+            peer.send(TellPrefix(question.question, b"", "busy"))
 
     def _tell(self, peer: Incoming, question: AskPrefix) -> None:
-        answer = self.answer(question)
-
-        def tell() -> None:
-            if isinstance(answer, Ticket):
-                peer.send(TellPrefix(question.question, answer.to_bytes()))
-            else:
-                peer.tell_miss(question.question, answer)
-
-        with suppress(TransferError):  # closed meanwhile: the lease has ended with the agent
-            self._loop.submit(tell)
+        answer, told = self.answer(question), TellPrefix(question.question, b"")
+        if isinstance(answer, Ticket):
+            told = replace(told, ticket=answer.to_bytes())
+        else:
+            told = replace(told, miss=answer)
+        self._loop.try_submit(lambda: peer.send(told))  # once it is closed, the lease has ended too
 
     def has_room(self) -> bool:
         """Whether one more question may wait for its answer; it counts from now on."""
-        with self._lock:
-            if self._open >= MOST_LEASES:
-                self.answers["busy"] += 1
-                return False
-            self._open += 1
+        if self._room.acquire(blocking=False):
             return True
+        self.answers["busy"] += 1
+        return False
 
     def answer(self, question: AskPrefix) -> Ticket | MissReason:
         """A ticket for the longest beginning that is held, or why there is none."""
 
         def over(reason: EndReason | None = None) -> None:
-            with self._lock:
-                self._open -= 1
+            self._room.release()
 
         answer = self._refusal(question) or self._offer(question, over)
         if isinstance(answer, Ticket):
@@ -146,18 +129,19 @@ class PrefixAnswers:
         return "states" if any(isinstance(g.group.retention, State) for g in groups) else None
 
     def _offer(self, question: AskPrefix, on_end: OnEnd) -> Ticket | MissReason:
+        assert self.source is not None
         try:
             with self.source.still():
-                found = self.longest(_split(question.keys), question.step)
-                if isinstance(found, str):
-                    return found
-                return self._offers.offer(*found, on_end=on_end)
+                result = self.longest(self.source, _split(question.keys), question.step)
+                if isinstance(result, str):
+                    return result
+                return self._offers.offer(*result, on_end=on_end)
         except KvstowError as error:
             self._endpoint.note("prefix-not-offered", {"why": str(error)})
             return "error"
 
     def longest(
-        self, keys: Sequence[bytes], step: int
+        self, source: BlockSource, keys: Sequence[bytes], step: int
     ) -> tuple[dict[int, Blocks], int] | MissReason:
         """The blocks of the longest beginning that every group holds, and its tokens; or why there
         is none."""
@@ -172,7 +156,7 @@ class PrefixAnswers:
 
         def holds(g: int, num_blocks: int) -> Bools:
             every = groups[g].block_tokens // step
-            ids[g] = self.source.ids(g, keys[every - 1 :: every][:num_blocks])
+            ids[g] = source.ids(g, keys[every - 1 :: every][:num_blocks])
             return ids[g] >= 0
 
         num_tokens = longest_prefix(groups.items(), len(keys) * step, holds)
@@ -196,39 +180,55 @@ def _split(keys: bytes) -> list[bytes]:
 
 def prefix_question(endpoint: Endpoint, keys: Sequence[bytes], step: int) -> AskPrefix:
     """A question for keys; TransferError for what cannot be asked."""
-    if not 1 <= len(keys) <= MAX_ASKED_KEYS or {len(key) for key in keys} != {KEY_BYTES}:
+    is_bytes = all(isinstance(key, bytes) for key in keys)  # pyright: ignore[reportUnnecessaryIsInstance]
+    sizes = {len(key) for key in keys}
+    if not (is_bytes and sizes == {KEY_BYTES} and len(keys) <= MAX_ASKED_KEYS):
         raise TransferError(
-            f"{len(keys)} keys: one asks with 1 to {MAX_ASKED_KEYS} of {KEY_BYTES} bytes",
+            f"{len(keys)} keys: one asks with 1 to {MAX_ASKED_KEYS}, each of {KEY_BYTES} bytes",
             kind="refused",
         )
-    if not isinstance(step, int) or step < 1 or not isinstance(keys[0], bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TransferError(
-            f"a step of {step!r} tokens, keys of {type(keys[0]).__name__}: one asks with "
-            "bytes, and steps of 1 or more",
-            kind="refused",
-        )
+    if not isinstance(step, int) or step < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TransferError(f"a step of {step!r} tokens, not of 1 or more", kind="refused")
     number = endpoint.random.getrandbits(62)
     return AskPrefix(number, endpoint.identity.digest, step, b"".join(keys))
 
 
-def ask_peer(loop: Loop, peer: Outgoing, question: AskPrefix) -> Routine[Ticket | None]:
+class Question:
+    """A question that waits for its answer, as the peer sees it."""
+
+    lease = 0
+
+    def __init__(self, loop: Loop) -> None:
+        self.mailbox = Mailbox(loop.wake_all)
+        self.error: TransferError | None = None
+
+    def hear(self, message: AnyMessage) -> None:
+        self.mailbox.put(message)
+
+    def lose(self, error: TransferError) -> None:
+        self.error = error
+
+
+def ask_peer(
+    endpoint: Endpoint, loop: Loop, peer: Outgoing, question: AskPrefix
+) -> Routine[Ticket | None]:
     """Ask a peer and wait for its answer: a ticket, or None for a miss."""
-    mailbox, number = Mailbox(loop.wake_all), question.question
-    num_tokens = len(question.keys) // KEY_BYTES * question.step
+    waiting, num_tokens = Question(loop), len(question.keys) // KEY_BYTES * question.step
     yield from peer.met()
-    line = peer.line
-    peer.questions[number] = mailbox
+    peer.readers[question.question] = waiting
     try:
         peer.send(question)
-        while not mailbox.has(TellPrefix):
-            if peer.line is not line:
-                raise peer.error or lost(peer.name, "before it has answered")
+        while not waiting.mailbox.has(TellPrefix):
+            if waiting.error is not None:
+                raise waiting.error
             yield IDLE
     finally:
-        del peer.questions[number]
-    answer = mailbox.take(TellPrefix)
+        del peer.readers[question.question]
+    answer = waiting.mailbox.take(TellPrefix)
     if answer.miss is not None:
-        peer.count_miss(answer.miss, num_tokens)
+        peer.misses[answer.miss] += 1
+        facts = {"peer": peer.name, "tokens": num_tokens, "reason": answer.miss}
+        endpoint.note("prefix-missed", facts)
         return None
     ticket = Ticket.from_bytes(answer.ticket)
     _check(peer, question, num_tokens, ticket)

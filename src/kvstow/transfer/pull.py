@@ -6,14 +6,13 @@ The rows then stay in quarantine until nothing can write to them any more.
 """
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import prepared
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
@@ -21,24 +20,31 @@ from kvstow.route.blocks import Blocks, Tokens, block_span
 from kvstow.route.copies import Copies
 from kvstow.route.route import Claims
 from kvstow.transfer.channel.messages import Begun, Ids, Sample, TellDigest, Write, Written
-from kvstow.transfer.digests import digests, digests_of, mismatches, sample_bytes, samples
-from kvstow.transfer.fence import CounterRead, Fence, MappedFence, changed
-from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Routine, bug, result_of, together
-from kvstow.transfer.move.copies import chunk_bytes, moved
-from kvstow.transfer.move.slots import SLOTS, fetch_pieces, pieces
+from kvstow.transfer.digests import (
+    LEAST_SHARE,
+    digests,
+    in_worker,
+    mismatches,
+    ready_digests,
+    samples,
+)
+from kvstow.transfer.fence import CounterRead, changed, check_fence, ready_reads
+from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Routine, bug, together
 from kvstow.transfer.options import LONG_BYTES, DigestPolicy, Way
-from kvstow.transfer.peers.blocks import check_blocks, named
 from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
+from kvstow.transfer.peers.flight import chunk_bytes, moved
+from kvstow.transfer.slots import SLOTS, fetch_pieces, pieces
 from kvstow.transfer.source import Source, SourcePlan, SourcePlans
-from kvstow.transfer.tickets.owner import ids_of
-from kvstow.transfer.tickets.ticket import packed_ints
+from kvstow.transfer.tickets.ticket import check_blocks, packed_ints
 from kvstow.transfer.transport.mapped import copy_mapped
 
 log = logging.getLogger(__name__)
 
-INLINE_BYTES = 8 << 20
-"""A sample that is no larger is counted in the agent's own thread, made ready while the rows
-move: in another thread it would start too late."""
+Count = Callable[[], Routine[tuple[int, ...]]]
+
+INLINE_BYTES = LEAST_SHARE * 8 << 20
+"""A sample of no more than so many bytes is counted in the agent's own thread, made ready while the
+rows move: in another thread it would start too late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,6 +69,14 @@ class Order:
     def written_ids(self) -> dict[int, Ints]:
         """By group, the rows that are written to."""
         return {g: blocks.ids[self.written[g]] for g, blocks in self.into.items()}
+
+    def copies(self, source: Source) -> Copies:
+        """Which bytes of a source go where, as offsets in the two arenas."""
+        assert source.route is not None
+        offered = source.ticket.blocks_of(self.num_tokens)
+        return source.route.copies(
+            offered, self.into, self.num_tokens, start_token=self.start_token
+        )
 
 
 def written_rows(layout: Layout, into: Mapping[int, Blocks], tokens: Tokens) -> dict[int, Bools]:
@@ -106,14 +120,15 @@ def pull(
         wanted = samples(layouts, *tokens, order.digest, random=endpoint.random)
         for source, plan in zip(sources, plans.plans(sources), strict=True):
             begin(endpoint, order, source, plan, wanted)
-        counts = digest_counts(endpoint, order, sources, wanted)
-        with ready_fences(endpoint, sources) as fences:
+        counts: list[Count] = []
+        with ready_reads(endpoint, sources) as reads:
             moves = (move(endpoint, order, source) for source in sources)
-            yield from together(*moves, *(count.get_ready() for count in counts))
-            there = yield from together(*(count.take() for count in counts[1:]))
-            yield from together(*(fence.passed() for fence in fences))
-        here = yield from counts[0].take()
-        yield from compare_digests(here, there, sources, wanted)
+            yield from together(*moves, ready_counts(endpoint, order, sources, wanted, counts))
+            there = yield from together(*(count() for count in counts[1:]))
+            yield from together(*map(check_fence, sources, reads))
+        if wanted:
+            here = yield from counts[0]()
+            yield from compare_digests(here, there, sources, wanted)
         check_still_ours(endpoint, order)
     except Exception as error:
         fault = naming_rows(endpoint, order, sources, error)
@@ -171,41 +186,31 @@ def begin(
     endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan, wanted: tuple[Sample, ...]
 ) -> None:
     """Tell a source what we want of it, and which way. Raises TransferError."""
-    way = _way(endpoint, order, source, plan)
-    slot_bytes = _slot_bytes(endpoint, source) if way == "slots" else 0
-    is_ordered = way in ("write", "slots")
-    source.begin(way, plan, _where(order) if is_ordered else None, slot_bytes, wanted)
+    way = way_of(endpoint, order, source, plan)
+    write = None
+    if way in ("write", "slots"):
+        blocks = (Ids(g, packed_ints(b.ids), packed_ints(b.index)) for g, b in order.into.items())
+        write = Write(tuple(blocks), order.start_token, order.num_tokens)
+    source.begin(way, plan, write, slot_bytes(endpoint, source) if way == "slots" else 0, wanted)
 
 
-def _way(endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan) -> Way:
+def way_of(endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan) -> Way:
     """The way that is forced; or out of mapped memory; or what was measured to be the fastest for
     such pieces, whole rows of equal layouts counting as long ones."""
-    path, is_mapped = source.peer.path, source.peer.mapped is not None
+    path = source.peer.path
     assert path is not None
-    if plan.route is None:
-        return "mapped" if is_mapped and order.direction is None else "read"
-    if is_mapped and order.direction is None:
+    if source.peer.mapped is not None and order.direction is None:
         return "mapped"
+    if plan.route is None:
+        return "read"
     is_equal = source.peer.fingerprint == endpoint.fingerprint
     return order.direction or path.way_of(LONG_BYTES if is_equal else plan.mean_bytes)
 
 
-def _slot_bytes(endpoint: Endpoint, source: Source) -> int:
+def slot_bytes(endpoint: Endpoint, source: Source) -> int:
     """The size of slots that both sides have."""
     assert source.peer.card is not None
     return min(stage.nbytes for stage in (endpoint.card.stage, source.peer.card.stage)) // SLOTS
-
-
-def _where(order: Order) -> Write:
-    """Where the producer shall write, or what it shall stage."""
-    return Write(
-        blocks=tuple(
-            Ids(g, packed_ints(blocks.ids), packed_ints(blocks.index))
-            for g, blocks in order.into.items()
-        ),
-        start_token=order.start_token,
-        num_tokens=order.num_tokens,
-    )
 
 
 # ── moving ────────────────────────────────────────────────────────────────────────────
@@ -230,23 +235,16 @@ def move(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
 def copy_rows(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
     """Copy what we want out of the producer's arena, which is memory of ours."""
     assert source.mapped is not None
-    copies = route_copies(order, source)
+    copies = order.copies(source)
     yield from copy_mapped(endpoint, source.mapped, copies)
     source.nbytes, source.descriptors = copies.total, len(copies)
-
-
-def route_copies(order: Order, source: Source) -> Copies:
-    """Which bytes go where, as offsets in the two arenas."""
-    assert source.route is not None
-    offered = source.ticket.blocks_of(order.num_tokens)
-    return source.route.copies(offered, order.into, order.num_tokens, start_token=order.start_token)
 
 
 def read(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
     """Read what we want of the rows where they lie."""
     assert source.peer.path is not None
     card, kinds = source.card, endpoint.kinds(source.card)
-    copies = route_copies(order, source).moved(card.base, endpoint.card.base)
+    copies = order.copies(source).moved(card.base, endpoint.card.base)
     chunk = chunk_bytes(source.peer.path.read.long, kinds)
     yield from moved(
         endpoint, "read", card.engine, kinds, copies, flights=source.flights, chunk=chunk
@@ -264,95 +262,50 @@ def written(endpoint: Endpoint, source: Source) -> Routine[None]:
             look_at = endpoint.clock() + endpoint.options.heartbeat_seconds
         else:
             yield NOW_AND_THEN
-    told = source.mailbox.first(Written)
-    source.nbytes, source.descriptors = told.nbytes, told.descriptors
+    result = source.mailbox.first(Written)
+    source.nbytes, source.descriptors = result.nbytes, result.descriptors
 
 
 def fetched(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
     """Read slots that the producer has filled, and cut them."""
-    assert source.route is not None
-    tokens = (order.start_token, order.num_tokens)
-    offered = source.ticket.blocks_of(order.num_tokens)
-    parts = pieces(source.route, offered, order.into, tokens, _slot_bytes(endpoint, source))
+    parts = pieces(order.copies(source), slot_bytes(endpoint, source))
     yield from fetch_pieces(endpoint, source, parts)
     source.nbytes, source.descriptors = sum(part.copies.total for part in parts), len(parts)
-
-
-@contextmanager
-def ready_fences(
-    endpoint: Endpoint, sources: Sequence[Source]
-) -> Generator[list[Fence | MappedFence]]:
-    """One fence for each source. Raises TransferError."""
-    fences: list[Fence | MappedFence] = []
-    try:
-        for source in sources:
-            fences.append(
-                MappedFence(source)
-                if source.mapped
-                else Fence(endpoint, source.card, source.layout, source.ticket)
-            )
-        yield fences
-    finally:
-        for fence in fences:
-            fence.drop()
 
 
 # ── accepting ─────────────────────────────────────────────────────────────────────────
 
 
-class DigestCount:
-    """Digests of rows that we can look at: a small sample is made ready while rows move, and
-    counted at once; anything larger is counted in another thread."""
+def ready_counts(
+    endpoint: Endpoint,
+    order: Order,
+    sources: Sequence[Source],
+    wanted: tuple[Sample, ...],
+    counts: list[Count],
+) -> Routine[None]:
+    """How to count digests: of our own rows first; then of those of every source that is mapped.
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        arena: Arena,
-        blocks: Mapping[int, Blocks],
-        wanted: tuple[Sample, ...],
-        claims: Claims | None,
-        *,
-        is_small: bool,
-    ) -> None:
-        self._endpoint = endpoint
-        self._what = arena, blocks, wanted, claims
-        self._is_small = is_small
-        self._take: Callable[[], tuple[int, ...]] | None = None
-
-    def get_ready(self) -> Routine[None]:
-        """Do what can be done before the rows are there, and after other pulls have begun."""
-        if self._is_small:
+    A small sample is made ready while rows move, after other pulls have begun, and counted at once;
+    anything larger is counted in another thread.
+    """
+    rows: list[tuple[Arena, Mapping[int, Blocks], Claims | None]]
+    rows = [(endpoint.arena, order.into, None)]
+    for source in sources:
+        if source.mapped is not None and source.route is not None:
+            rows.append((source.mapped.arena, source.ticket.blocks, source.claims))
+    nbytes = sum(len(b) * endpoint.layout.row_bytes(g) for g, b in order.into.items())
+    for arena, blocks, claims in rows if wanted else ():
+        what = arena, blocks, wanted, claims
+        if order.digest == "sample" and nbytes <= INLINE_BYTES:
             yield AT_ONCE
-            self._take = prepared(self._what[0], digests_of(*self._what))
-
-    def take(self) -> Routine[tuple[int, ...]]:
-        """Count what lies there now."""
-        if not self._what[2]:
-            return ()
-        if self._take is not None:
-            return self._take()
-        counting = self._endpoint.worker.submit(digests, *self._what)
-        counting.add_done_callback(lambda _: self._endpoint.wake())
-        return (yield from result_of(counting))
+            counts.append(partial(at_once, ready_digests(*what)))
+        else:
+            counts.append(partial(in_worker, endpoint, partial(digests, *what)))
 
 
-def digest_counts(
-    endpoint: Endpoint, order: Order, sources: Sequence[Source], wanted: tuple[Sample, ...]
-) -> list[DigestCount]:
-    """Of our own rows first; then of those of every source that is mapped."""
-    nbytes = sample_bytes(endpoint.layout, wanted)
-    is_small = order.digest == "sample" and nbytes <= INLINE_BYTES
-    counts = [DigestCount(endpoint, endpoint.arena, order.into, wanted, None, is_small=is_small)]
-    for source in mapped_sources(sources):
-        assert source.mapped is not None
-        what = source.mapped.arena, source.ticket.blocks, wanted, source.claims
-        counts.append(DigestCount(endpoint, *what, is_small=is_small))
-    return counts
-
-
-def mapped_sources(sources: Sequence[Source]) -> list[Source]:
-    """Those whose rows we count ourselves."""
-    return [source for source in sources if source.mapped and source.route]
+def at_once(count: Callable[[], tuple[int, ...]]) -> Routine[tuple[int, ...]]:
+    return count()
+    yield
 
 
 def compare_digests(
@@ -363,21 +316,19 @@ def compare_digests(
 ) -> Routine[None]:
     """Raise a TransferError unless what lies here is what the sources have, of which some have been
     counted already and the others tell."""
-    if not wanted:
-        return
-    theirs = list(there)
+    values = list(there)
     for source in sources:
         if source.route is not None and source.mapped is None:
             answer = yield from source.mailbox.wait(TellDigest)
             if len(answer.values) != len(wanted):
                 raise source.fault(f"{len(answer.values)} digests, not {len(wanted)}", "digest")
-            theirs.append(answer.values)
-    wrong = mismatches(wanted, here, theirs)
+            values.append(answer.values)
+    wrong = mismatches(wanted, here, values)
     if wrong:
         text = "; ".join(
-            f"layers {list(w.sample.layers[:4])}, tokens [{w.sample.start_token}, "
-            f"{w.sample.stop_token}): {w.here:016x} here, {w.there:016x} there"
-            for w in wrong
+            f"layers {list(sample.layers[:4])}, tokens [{sample.start_token}, "
+            f"{sample.stop_token}): {ours:016x} here, {its:016x} there"
+            for sample, ours, its in wrong
         )
         raise TransferError(f"bytes differ from what was offered: {text}", kind="digest")
 
@@ -396,7 +347,8 @@ def naming_rows(
     if not isinstance(error, KvstowError):
         log.exception("agent %s: a pull ended by a bug", endpoint.name)
         error = bug("pull", error)
-    rows = named(endpoint.layout, ids_of(order.into))
+    groups = endpoint.layout.groups
+    rows = {groups[g].group.name: tuple(b.ids.tolist()) for g, b in order.into.items()}
     listing = "; ".join(f"group {name!r}: {_few(ids)}" for name, ids in rows.items())
     peers = [source.peer.name for source in sources]
     kind, peer, is_early = "ticket", "", False

@@ -2,14 +2,13 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvstow.errors import TransferError
 from kvstow.plan.retention import Bools
-from kvstow.transfer.loop import Loop, Task, bug
+from kvstow.transfer.loop import Loop, Routine, Task, bug
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.outgoing import Peers
 from kvstow.transfer.pull import Order, Stats, pull
@@ -30,22 +29,17 @@ class Transfer:
     """
 
     def __init__(
-        self,
-        order: Order,
-        started: float,
-        settle: Callable[[], None],
-        abort: "Callable[[Transfer], None]",
-        on_quiet: Callable[[], None],
-        when_late: Callable[[], str],
+        self, order: Order, loop: Loop, owner: OwnerQueue, on_quiet: Callable[[], None]
     ) -> None:
         self.order = order
-        self.started = started
+        self.started = loop.clock()
         self.error: TransferError | None = None
         self.stats: Stats | None = None
-        self._settle = settle
-        self._abort = abort
+        self.task: Task[None] | None = None
+        """Its routine, which goes on until the rows are quiet."""
+        self._loop = loop
+        self._owner = owner
         self._on_quiet = on_quiet
-        self._when_late = when_late
         self._ended = threading.Event()
         self._quiet = threading.Event()
 
@@ -63,7 +57,7 @@ class Transfer:
         """Whether the rows may be used; raises TransferError if they never may."""
         if not self.done:
             return False
-        self._settle()
+        self._owner.settle_if_ours()
         if self.error is not None:
             raise self.error
         return True
@@ -71,7 +65,10 @@ class Transfer:
     def wait(self, seconds: float | None = None) -> Stats:
         """The outcome. Raises TransferError if it failed, TimeoutError if it has not ended."""
         if not self._ended.wait(seconds):
-            raise TimeoutError(f"transfer has not ended within {seconds} s{self._when_late()}")
+            hint = "\n\nhint: this agent was not started: agent.start()"
+            raise TimeoutError(
+                f"transfer has not ended within {seconds} s{'' if self._loop.has_thread else hint}"
+            )
         self.poll()
         assert self.stats is not None
         return self.stats
@@ -79,23 +76,32 @@ class Transfer:
     def wait_quiet(self, seconds: float | None = None) -> bool:
         """Whether nothing writes to the rows any more; waits for it at most so long."""
         is_quiet = self._quiet.wait(seconds)
-        self._settle()
+        self._owner.settle_if_ours()
         return is_quiet
 
     def abort(self) -> None:
         """Give up; ends as a TransferError of kind `aborted` unless it has ended already."""
-        self._abort(self)
+        error = TransferError("transfer was aborted here", kind="aborted")
+        self._loop.try_submit(lambda: self.interrupt(error))
 
-    # ── for the agent ─────────────────────────────────────────────────────────────
+    # ── for the loop ──────────────────────────────────────────────────────────────
+
+    def interrupt(self, error: TransferError) -> None:
+        """End it with an error, unless it has ended."""
+        if self.task is not None:
+            self.task.interrupt(error)
+
+    def wake(self) -> None:
+        """Something has come that its routine may wait for."""
+        if self.task is not None:
+            self.task.wake()
 
     def end(self, stats: Stats | None, error: TransferError | None) -> None:
-        """It was accepted, or has failed."""
+        """It was accepted, or has failed: no deadline and no interrupt ends it any more."""
+        if self.task is not None:
+            self.task.shield()
         self.stats, self.error = stats, error
         self._ended.set()
-
-    def fail(self, error: Exception) -> None:
-        """It was accepted, and what that means for its rows could not be done."""
-        self.stats, self.error = None, bug("accepting a pull", error)
 
     def mark_quiet(self) -> None:
         """Nothing writes to the rows any more."""
@@ -107,10 +113,8 @@ class Transfer:
 
 
 class Pulls:
-    """The pulls that run, and those that have failed and are not quiet yet.
-
-    Everything but `abort` is for the loop's thread.
-    """
+    """The pulls that run, and those that have failed and are not quiet yet; for the loop's
+    thread."""
 
     def __init__(
         self,
@@ -120,101 +124,85 @@ class Pulls:
         quarantine: Quarantine,
         owner: OwnerQueue,
     ) -> None:
+        self.unquiet: dict[Transfer, None] = {}
         self._endpoint = endpoint
         self._loop = loop
         self._peers = peers
         self._quarantine = quarantine
         self._owner = owner
         self._plans = SourcePlans(endpoint.layout)
-        self._running: dict[Transfer, Task[Stats]] = {}
-        self._unquiet: set[Transfer] = set()
-
-    def __len__(self) -> int:
-        return len(self._running)
 
     @property
-    def are_quiet(self) -> bool:
-        """Whether none runs and nothing writes to the rows of any."""
-        return not self._running and not self._unquiet
+    def running(self) -> list[Transfer]:
+        """Those that have neither been accepted nor failed."""
+        return [transfer for transfer in tuple(self.unquiet) if not transfer.done]
 
-    # ── beginning ─────────────────────────────────────────────────────────────────
-
-    def begin(self, transfer: Transfer, tickets: Sequence[Ticket], deadline: float) -> None:
+    def begin(self, transfer: Transfer, tickets: Sequence[Ticket], seconds: float) -> None:
         """Start the routine of a pull whose rows are shared already."""
-
-        def interrupt(error: TransferError) -> None:
-            self._interrupt(transfer, error)
-
-        def wake() -> None:
-            if transfer in self._running:
-                self._running[transfer].wake()
-
+        peers = [self._peers.at(ticket.address, ticket.key) for ticket in tickets]
         sources = [
-            Source(self._endpoint, self._peers.at(t.address, t.key), t, interrupt, wake)
-            for t in tickets
+            Source(self._endpoint, peer, ticket, transfer)
+            for peer, ticket in zip(peers, tickets, strict=True)
         ]
-        routine = pull(self._endpoint, transfer.order, sources, self._plans)
-        task = self._running[transfer] = self._loop.start("pull", routine)
-        seconds = deadline - transfer.started
-        task.deadline = deadline
+        task = transfer.task = self._loop.start("pull", self._followed(transfer, sources))
+        task.deadline = transfer.started + seconds
         task.late = lambda: TransferError(f"no end within {seconds:.3g} s", kind="timeout")
-        task.on_end = lambda: self._ended(transfer, sources)
+        task.on_end = lambda: self._end_early(transfer, task)
+        self.unquiet[transfer] = None
 
-    def abort(self, transfer: Transfer) -> None:
-        """Give up a transfer, unless it has ended; from any thread."""
-        error = TransferError("transfer was aborted here", kind="aborted")
-        with suppress(TransferError):  # once the agent is closed, all transfers have ended
-            self._loop.submit(lambda: self._interrupt(transfer, error))
-
-    def interrupt_all(self, error: TransferError) -> None:
-        """End every pull that runs."""
-        for transfer in tuple(self._running):
-            self._interrupt(transfer, error)
-
-    def _interrupt(self, transfer: Transfer, error: TransferError) -> None:
-        if transfer in self._running:
-            self._running[transfer].interrupt(error)
-
-    # ── ending ────────────────────────────────────────────────────────────────────
-
-    def _ended(self, transfer: Transfer, sources: Sequence[Source]) -> None:
-        """A pull was accepted, or its rows go into quarantine."""
-        task = self._running.pop(transfer)
-        self._count(transfer, task, sources)
-        if task.error is None:
-            filled = _filled(transfer.order, sources)
-            self._owner.defer(lambda: self._accept(transfer.order, filled), transfer.fail)
-            transfer.end(task.result, None)
-            transfer.mark_quiet()
-            return
-        self._owner.defer(lambda: self._put_aside(transfer.order))
-        self._unquiet.add(transfer)
-        transfer.end(None, task.error)
-        routine = self._quarantine.quiesced(sources, transfer.order.num_rows)
-        quiet = self._loop.start("quarantine of a pull", routine)
-        quiet.on_end = lambda: self._take_back(transfer) if quiet.error is None else None
+    def _end_early(self, transfer: Transfer, task: Task[None]) -> None:
+        """The routine is over. Where that is a bug's fault, or the agent was closed, its rows wait
+        until the agent is."""
+        if not transfer.done:
+            self._owner.defer(lambda: self._put_aside(transfer.order))
+            transfer.end(None, task.error)
 
     def refuse(self, transfer: Transfer, error: TransferError) -> None:
         """A pull could not begin: nothing has written to its rows."""
-        order = transfer.order
-        self._owner.defer(lambda: self._end_writing(order))
+        self._owner.defer(lambda: self._end_writing(transfer.order))
         transfer.end(None, error)
         transfer.mark_quiet()
 
+    def _followed(self, transfer: Transfer, sources: Sequence[Source]) -> Routine[None]:
+        """A pull to its end; and, where it has failed, until its rows are quiet."""
+        order = transfer.order
+        try:
+            stats = yield from pull(self._endpoint, order, sources, self._plans)
+        except TransferError as error:
+            self._count(transfer, sources, error.kind)
+            self._owner.defer(lambda: self._put_aside(order))
+            transfer.end(None, error)
+            yield from self._quarantine.quiesced(sources, order.num_rows)
+            self._take_back(transfer)
+            return
+        self._count(transfer, sources, "accepted")
+        filled = _filled(order, sources)
+        self._owner.defer(
+            lambda: self._accept(order, filled),
+            lambda error: transfer.end(None, bug("accepting a pull", error)),
+        )
+        del self.unquiet[transfer]
+        transfer.end(stats, None)
+        transfer.mark_quiet()
+
+    def interrupt_all(self, error: TransferError) -> None:
+        """End every pull that runs."""
+        for transfer in self.running:
+            transfer.interrupt(error)
+
     def mark_quiet(self) -> None:
         """The engine was closed: nothing writes any more."""
-        for transfer in tuple(self._unquiet):
+        for transfer in tuple(self.unquiet):
             self._take_back(transfer)
 
     def _take_back(self, transfer: Transfer) -> None:
         """Nothing writes to a failed pull's rows any more."""
-        self._unquiet.discard(transfer)
+        del self.unquiet[transfer]
         self._owner.defer(lambda: self._end_quarantine(transfer.order))
         transfer.mark_quiet()
 
-    def _count(self, transfer: Transfer, task: Task[Stats], sources: Sequence[Source]) -> None:
+    def _count(self, transfer: Transfer, sources: Sequence[Source], outcome: str) -> None:
         endpoint, metrics = self._endpoint, self._endpoint.metrics
-        outcome = "accepted" if task.error is None else task.error.kind
         seconds = endpoint.clock() - transfer.started
         endpoint.count(metrics.transfers, outcome)
         for source in sources:
@@ -222,7 +210,7 @@ class Pulls:
             endpoint.count(metrics.descriptors, source.direction, source.descriptors)
             source.peer.moved_bytes += source.nbytes
             source.peer.moved_seconds += seconds
-        if task.error is None:
+        if outcome == "accepted":
             metrics.seconds.observe(seconds)
         endpoint.note(
             "transfer",
@@ -238,7 +226,7 @@ class Pulls:
 
     # ── in the owner's thread ─────────────────────────────────────────────────────
 
-    def _accept(self, order: Order, filled: Mapping[int, Bools]) -> None:
+    def _accept(self, order: Order, filled: dict[int, Bools]) -> None:
         for g, ids in order.written_ids.items():
             self._endpoint.owner.trust(g, ids, filled[g][order.written[g]])
         self._end_writing(order)
@@ -270,32 +258,3 @@ def _filled(order: Order, sources: Sequence[Source]) -> dict[int, Bools]:
             for g, part in brought.items():
                 filled[g] &= part
     return filled
-
-
-def checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int | None) -> int:
-    """How many tokens a pull wants; TransferError where the tickets do not have them."""
-    if not all(isinstance(ticket, Ticket) for ticket in tickets):  # pyright: ignore[reportUnnecessaryIsInstance]
-        kinds = sorted({type(ticket).__name__ for ticket in tickets})
-        raise TransferError(
-            f"tickets are {', '.join(kinds)}\n\nhint: kvstow.Ticket.parse(text)", kind="ticket"
-        )
-    lengths = {ticket.num_tokens for ticket in tickets}
-    if not tickets:
-        raise TransferError("there is no ticket to pull with", kind="ticket")
-    if len(lengths) != 1:
-        raise TransferError(
-            f"tickets of {sorted(lengths)} tokens are not of one request", kind="ticket"
-        )
-    offered = lengths.pop()
-    wanted = offered if num_tokens is None else num_tokens
-    if wanted > offered:
-        raise TransferError(
-            f"{wanted} tokens are wanted, the ticket is for {offered}", kind="ticket"
-        )
-    if not 0 <= start_token < wanted:
-        raise TransferError(
-            f"tokens [{start_token}, {wanted}) are none\n\nhint: start_token is at least 0 and "
-            f"below num_tokens",
-            kind="refused",
-        )
-    return wanted

@@ -128,7 +128,7 @@ class Quarantine:
             if endpoint.clock() >= ask_at:
                 ask_at = endpoint.clock() + options.heartbeat_seconds
                 source.peer.greet()
-                source.send(Stop(source.id))
+                source.peer.send(Stop(source.id))
             if endpoint.clock() >= look_at and (liveness_read is None or liveness_read.is_over):
                 look_at = endpoint.clock() + options.contact_seconds
                 liveness_read = self._loop.start("liveness read", self._looked(source))

@@ -6,12 +6,13 @@ ours can reach its rows any more.
 """
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstow.errors import FaultKind, KvstowError, TransferError
 from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies
 from kvstow.transfer.channel.messages import (
-    AnyMessage,
     Begin,
     Begun,
     End,
@@ -23,23 +24,13 @@ from kvstow.transfer.channel.messages import (
     Write,
     Written,
 )
-from kvstow.transfer.digests import digests
-from kvstow.transfer.loop import (
-    AT_ONCE,
-    NOW_AND_THEN,
-    Mailbox,
-    Routine,
-    Task,
-    result_of,
-    together,
-)
-from kvstow.transfer.move.copies import chunk_bytes, moved
-from kvstow.transfer.move.slots import pieces, stage_pieces
-from kvstow.transfer.peers.blocks import check_blocks
+from kvstow.transfer.digests import digests, in_worker
+from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Mailbox, Routine, Task, together
 from kvstow.transfer.peers.endpoint import Endpoint
-from kvstow.transfer.peers.flight import Flight
+from kvstow.transfer.peers.flight import Flight, chunk_bytes, moved
 from kvstow.transfer.peers.incoming import Incoming
-from kvstow.transfer.tickets.ticket import Ticket, unpacked_ints
+from kvstow.transfer.slots import pieces, stage_pieces
+from kvstow.transfer.tickets.ticket import Ticket, check_blocks, unpacked_ints
 
 if TYPE_CHECKING:
     from kvstow.transfer.server import Server
@@ -58,20 +49,15 @@ class Serving:
         self.task: Task[None] | None = None
         self.mailbox = Mailbox(self._wake)
         self.flights: list[Flight] = []
-        self.is_stopping = False
 
     def interrupt(self, error: TransferError) -> None:
         """End what is being brought; not a second time, while its end is being waited for."""
-        if self.task is not None and not self.is_stopping:
+        if self.task is not None:
             self.task.interrupt(error)
 
     def _wake(self) -> None:
         if self.task is not None:
             self.task.wake()
-
-    @property
-    def transfer(self) -> int:
-        return self.begin.transfer
 
     @property
     def is_quiet(self) -> bool:
@@ -86,27 +72,29 @@ class Serving:
         endpoint.count(endpoint.metrics.served_bytes, way, nbytes)
         self.peer.moved_bytes += nbytes
 
-    def send(self, message: AnyMessage) -> None:
-        self.peer.send(message)
-
 
 def serve(server: "Server", serving: Serving) -> Routine[None]:
     """Serve one transfer until its consumer has ended it, or something else has."""
+    begin = serving.begin
     try:
         yield from lease_granted(server, serving)
-        ticket = server.opened(serving)
-        check_tokens(serving.begin, ticket)
-        bringing = brought(server.endpoint, serving, ticket)
-        telling = told_digests(server.endpoint, serving, ticket)
+        ticket = server.leases.open(
+            begin.lease,
+            begin.digest,
+            begin.transfer,
+            now=server.endpoint.clock(),
+            ranks=serving.peer.layout.tp[1] * serving.peer.layout.pp[1],
+        ).ticket
+        work = ordered_work(server.endpoint, serving, ticket)
     except Exception as error:
-        server.leases.shut(serving.begin.lease, serving.transfer, accepted=False)
+        server.leases.shut(begin.lease, begin.transfer, accepted=False)
         is_early = isinstance(error, TransferError) and error.is_early
-        serving.send(Refused(serving.transfer, *_fault(error), is_early))
+        serving.peer.send(Refused(begin.transfer, *_fault(error), is_early))
         return
-    serving.send(Begun(serving.transfer))
+    serving.peer.send(Begun(begin.transfer))
     accepted = False
     try:
-        yield from together(telling, bringing)
+        yield from together(*work)
         server.loop.expect_work()  # the consumer reads its fence now
         while not serving.mailbox.has(End):
             yield server.loop.pace
@@ -117,7 +105,7 @@ def serve(server: "Server", serving: Serving) -> Routine[None]:
     except Exception as error:
         yield from stopped(server, serving, error)
     finally:
-        server.leases.shut(serving.begin.lease, serving.transfer, accepted=accepted)
+        server.leases.shut(begin.lease, begin.transfer, accepted=accepted)
 
 
 def lease_granted(server: "Server", serving: Serving) -> Routine[None]:
@@ -132,103 +120,84 @@ def lease_granted(server: "Server", serving: Serving) -> Routine[None]:
         yield NOW_AND_THEN
 
 
-def check_tokens(begin: Begin, ticket: Ticket) -> None:
-    """TransferError unless the ticket has every token that is ordered or compared."""
-    wanted = [(sample.start_token, sample.stop_token) for sample in begin.samples]
+# ── what was ordered ──────────────────────────────────────────────────────────────────
+
+
+def ordered_work(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> list[Routine[None]]:
+    """What is to be done while the consumer waits: a write into its rows, or pieces in our slots;
+    and digests. Raises before anything begins if that cannot be."""
+    peer, begin = serving.peer, serving.begin
+    tokens = [(sample.start_token, sample.stop_token) for sample in begin.samples]
     if begin.write is not None:
-        wanted.append((begin.write.start_token, begin.write.num_tokens))
-    for first, end in wanted:
+        tokens.append((begin.write.start_token, begin.write.num_tokens))
+    for first, end in tokens:
         if not 0 <= first <= end <= ticket.num_tokens:
             raise TransferError(
                 f"tokens [{first}, {end}) are not among the {ticket.num_tokens} of the ticket",
                 kind="ticket",
             )
+    work: list[Routine[None]] = []
+    if begin.samples:
+        peer.share(begin.claims)
+        work.append(tell_digests(endpoint, serving, ticket))
+    if begin.write is None:
+        return work
+    copies = ordered_copies(serving, ticket, begin.write)
+    if not begin.slot_bytes:
+        peer.attach()
+        return [*work, written(endpoint, serving, copies)]
+    if not 0 < begin.slot_bytes <= endpoint.stage.slot_bytes:
+        raise TransferError(
+            f"slots have {endpoint.stage.slot_bytes} bytes, not {begin.slot_bytes}", kind="refused"
+        )
+    return [*work, staged(endpoint, serving, copies)]
 
 
-def brought(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Routine[None]:
-    """The routine of bringing what was ordered: a write into the consumer's rows, pieces in our
-    slots, or nothing where the consumer reads. Raises before it begins if that cannot be."""
-    order = serving.begin.write
-    if order is None:
-        return nothing()
-    if serving.begin.slot_bytes:
-        return staged(endpoint, serving, ticket, order)
-    return written(endpoint, serving, ticket, order)
-
-
-def nothing() -> Routine[None]:
-    return
-    yield
-
-
-def _into(serving: Serving, order: Write) -> dict[int, Blocks]:
-    """The consumer's rows, checked."""
+def ordered_copies(serving: Serving, ticket: Ticket, order: Write) -> Copies:
+    """Which bytes of our arena go where in the consumer's, whose rows are checked."""
+    peer = serving.peer
     into = {
         part.group: Blocks(unpacked_ints(part.ids), unpacked_ints(part.index))
         for part in order.blocks
     }
-    peer = serving.peer
     check_blocks(peer.layout, into, whose=f"order of {peer.card.agent!r}")
-    return into
+    route, offered = peer.share(serving.begin.claims).route, ticket.blocks_of(order.num_tokens)
+    return route.copies(offered, into, order.num_tokens, start_token=order.start_token)
 
 
-def written(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) -> Routine[None]:
+def written(endpoint: Endpoint, serving: Serving, copies: Copies) -> Routine[None]:
     """Write into the consumer's rows."""
     peer, card = serving.peer, serving.peer.card
-    route = peer.share(serving.begin.claims).route
-    offered, into = ticket.blocks_of(order.num_tokens), _into(serving, order)
-    copies = route.copies(offered, into, order.num_tokens, start_token=order.start_token)
-    copies = copies.moved(endpoint.card.base, card.base)
-    peer.attach()
-
-    def write() -> Routine[None]:
-        how = endpoint, "write", card.engine, endpoint.kinds(card), copies
-        chunk = chunk_bytes(peer.write_rate, endpoint.kinds(card))
-        yield from moved(*how, flights=serving.flights, chunk=chunk)
-        serving.send(Written(serving.transfer, copies.total, len(copies)))
-
-    return write()
+    kinds, copies = endpoint.kinds(card), copies.moved(endpoint.card.base, card.base)
+    chunk = chunk_bytes(peer.write_rate, kinds)
+    yield from moved(
+        endpoint, "write", card.engine, kinds, copies, flights=serving.flights, chunk=chunk
+    )
+    serving.peer.send(Written(serving.begin.transfer, copies.total, len(copies)))
 
 
-def staged(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) -> Routine[None]:
+def staged(endpoint: Endpoint, serving: Serving, copies: Copies) -> Routine[None]:
     """Put the rows into our slots, piece by piece."""
-    slot_bytes = serving.begin.slot_bytes
-    if not 0 < slot_bytes <= endpoint.stage.slot_bytes:
-        raise TransferError(
-            f"slots have {endpoint.stage.slot_bytes} bytes, not {slot_bytes}", kind="refused"
-        )
-    route = serving.peer.share(serving.begin.claims).route
-    tokens = order.start_token, order.num_tokens
-    offered = ticket.blocks_of(order.num_tokens)
-    parts = pieces(route, offered, _into(serving, order), tokens, slot_bytes)
-
-    def stage() -> Routine[None]:
-        yield from stage_pieces(endpoint, parts, serving.mailbox, serving.send, serving.transfer)
-        nbytes = sum(part.copies.total for part in parts)
-        serving.send(Written(serving.transfer, nbytes, len(parts)))
-
-    return stage()
+    parts = pieces(copies, serving.begin.slot_bytes)
+    yield from stage_pieces(endpoint, parts, serving)
+    nbytes = sum(part.copies.total for part in parts)
+    serving.peer.send(Written(serving.begin.transfer, nbytes, len(parts)))
 
 
-def told_digests(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Routine[None]:
-    """The routine of counting the digests that the consumer wants, and telling them."""
-    wanted = serving.begin.samples
-    if not wanted:
-        return nothing()
-    claims = serving.peer.share(serving.begin.claims).claims
+def tell_digests(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Routine[None]:
+    """Count the digests that the consumer wants, and tell them."""
+    begin, claims = serving.begin, serving.peer.share(serving.begin.claims).claims
+    if endpoint.kind == "DRAM":
+        yield AT_ONCE  # counting keeps the interpreter busy: what moves begins before
+    count = partial(digests, endpoint.arena, ticket.blocks, begin.samples, claims)
+    try:
+        values = yield from in_worker(endpoint, count)
+    except KvstowError as error:
+        raise TransferError(f"no digest: {error}", kind="digest") from error
+    serving.peer.send(TellDigest(begin.transfer, values))
 
-    def tell() -> Routine[None]:
-        if endpoint.kind == "DRAM":
-            yield AT_ONCE  # counting keeps the interpreter busy: what moves begins before
-        counting = endpoint.worker.submit(digests, endpoint.arena, ticket.blocks, wanted, claims)
-        counting.add_done_callback(lambda _: endpoint.wake())
-        try:
-            values = yield from result_of(counting)
-        except KvstowError as error:
-            raise TransferError(f"no digest: {error}", kind="digest") from error
-        serving.send(TellDigest(serving.transfer, values))
 
-    return tell()
+# ── the end ───────────────────────────────────────────────────────────────────────────
 
 
 def stopped(server: "Server", serving: Serving, error: Exception) -> Routine[None]:
@@ -236,12 +205,11 @@ def stopped(server: "Server", serving: Serving, error: Exception) -> Routine[Non
 
     Until then the transfer stays known: whoever asks about it must not hear that it is over.
     """
-    serving.is_stopping = True
     if serving.task is not None:
         serving.task.shield()
     if not isinstance(error, Ended):
         kind, reasons = _fault(error)
-        serving.send(Failed(serving.transfer, kind, reasons[0]))
+        serving.peer.send(Failed(serving.begin.transfer, kind, reasons[0]))
     if serving.peer.card.engine in server.endpoint.broken:
         serving.peer.detach()
     while not serving.is_quiet and not serving.mailbox.has(Stop):
@@ -251,7 +219,7 @@ def stopped(server: "Server", serving: Serving, error: Exception) -> Routine[Non
     with server.quarantine.case(serving.flights):  # it asks: if need be, we close the engine
         while not serving.is_quiet:
             yield NOW_AND_THEN
-    serving.send(Stopped(serving.transfer))
+    serving.peer.send(Stopped(serving.begin.transfer))
 
 
 class Ended(TransferError):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from kvstow.errors import RouteError
-from kvstow.transfer.channel.base import Channel, Line
+from kvstow.transfer.channel.framing import Session
 from kvstow.transfer.channel.messages import (
     Alive,
     AnyMessage,
@@ -22,21 +22,21 @@ from kvstow.transfer.channel.messages import (
     TellStatus,
     UnknownSession,
 )
-from kvstow.transfer.channel.status import CachedStatus
 from kvstow.transfer.loop import IDLE, Loop, Routine
+from kvstow.transfer.options import SILENT_BEATS
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.probe import write_probe
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.serve import Ended, Serving, serve
-from kvstow.transfer.tickets.lease import EndReason, Lease, Leases
+from kvstow.transfer.tickets.lease import EndReason, Leases
 from kvstow.transfer.tickets.ticket import Ticket
 
 AWAKE_AFTER_HELLO = 0.5
 """A new consumer measures how fast it can read: that takes our help, and is not announced."""
 
-SILENT_BEATS = 30
-"""A consumer that was silent for so many heartbeats is forgotten."""
+FRESH_SECONDS = 0.2
+"""So long whoever asks gets the same status document: making one takes milliseconds."""
 
 MOST_STOPPED = 256
 """Transfers that are remembered for one session, to refuse them if they begin late."""
@@ -48,7 +48,6 @@ class Server:
     def __init__(
         self,
         endpoint: Endpoint,
-        channel: Channel,
         loop: Loop,
         quarantine: Quarantine,
         status: Callable[[], bytes],
@@ -57,12 +56,11 @@ class Server:
         self.loop = loop
         self.quarantine = quarantine
         self.leases = Leases()
-        self.incoming: dict[Line, Incoming] = {}
+        self.incoming: dict[Session, Incoming] = {}
         self.servings: dict[int, Serving] = {}
-        self._channel = channel
-        self._status = CachedStatus(status, endpoint.clock)
-        self.on_question: Callable[[Incoming, AskPrefix], None] = _no_prefix
-        self._tickets: dict[int, Ticket] = {}
+        self._make_status = status
+        self._status = -FRESH_SECONDS, b""
+        self.on_question: Callable[[Incoming, AskPrefix], None] = lambda peer, question: None
         self._probed: list[Incoming] = []
         self._awake_until = 0.0
 
@@ -72,28 +70,9 @@ class Server:
 
     # ── leases ────────────────────────────────────────────────────────────────────
 
-    def grant(self, lease: Lease, ticket: Ticket) -> None:
-        """Let consumers come with this ticket."""
-        self._tickets[lease.id] = ticket
-        self.leases.grant(lease)
-        self.endpoint.metrics.leases.inc()
-
-    def opened(self, serving: Serving) -> Ticket:
-        """The ticket under which a transfer begins; TransferError if it may not."""
-        begin, layout = serving.begin, serving.peer.layout
-        self.leases.open(
-            begin.lease,
-            begin.digest,
-            begin.transfer,
-            now=self.endpoint.clock(),
-            ranks=layout.tp[1] * layout.pp[1],
-        )
-        return self._tickets[begin.lease]
-
     def lease_ended(self, ticket: Ticket, reason: EndReason) -> None:
         """Tell those who read under this lease, and stop what is written for them."""
         endpoint = self.endpoint
-        del self._tickets[ticket.lease]
         endpoint.metrics.leases.dec()
         endpoint.metrics.lease_ends.labels(reason).inc()
         endpoint.note("lease-ended", {"lease": ticket.lease, "reason": reason})
@@ -101,18 +80,18 @@ class Server:
             return
         for serving in tuple(self.servings.values()):
             if serving.begin.lease == ticket.lease:
-                serving.send(Alive((ticket.lease,)))
+                serving.peer.send(Alive((ticket.lease,)))
                 serving.interrupt(Ended(f"lease ended: {reason}", kind="expired"))
 
     # ── messages ──────────────────────────────────────────────────────────────────
 
-    def hear(self, line: Line, message: AnyMessage) -> None:
+    def hear(self, line: Session, message: AnyMessage) -> None:
         """Take in a message of somebody who dialled us."""
         if isinstance(message, Hello):
             self._greet(line, message.card)
             return
         if isinstance(message, AskStatus):
-            self._channel.send(line, TellStatus(self._status.document()))
+            self._tell_status(line)
             return
         peer = self.incoming.get(line)
         if peer is None:
@@ -137,17 +116,23 @@ class Server:
             case _:
                 pass
 
-    def _greet(self, line: Line, card: Card) -> None:
+    def _tell_status(self, line: Session) -> None:
+        now = self.endpoint.clock()
+        if now - self._status[0] >= FRESH_SECONDS:
+            self._status = now, self._make_status()
+        self.loop.channel.send(line, TellStatus(self._status[1]))
+
+    def _greet(self, line: Session, card: Card) -> None:
         try:
             layout = self.endpoint.layouts.target(card.manifest).layout
         except RouteError as error:
             self.endpoint.note("refused", {"peer": card.agent, "why": str(error)})
-            self._channel.send(line, Refused(0, "refused", tuple(str(error).splitlines())))
-            self._channel.hang_up(line)
+            self.loop.channel.send(line, Refused(0, "refused", tuple(str(error).splitlines())))
+            self.loop.channel.hang_up(line)
             return
 
         def send(message: AnyMessage) -> None:
-            self._channel.send(line, message)
+            self.loop.channel.send(line, message)
 
         now = self.endpoint.clock()
         self.incoming[line] = Incoming(self.endpoint, card, layout, send, now)
@@ -225,21 +210,16 @@ class Server:
                     self._forget(line)
             yield self.loop.pace if now < self._awake_until else IDLE
 
-    def _forget(self, line: Line) -> None:
+    def _forget(self, line: Session) -> None:
         peer = self.incoming.pop(line)
         for serving in tuple(self.servings.values()):
             if serving.peer is peer:
                 serving.interrupt(Ended("its consumer is gone", kind="peer"))
         peer.detach()
-        self._channel.hang_up(line)
+        self.loop.channel.hang_up(line)
 
     def forget_all(self) -> None:
         """Have everybody say hello again."""
         for line, peer in tuple(self.incoming.items()):
             peer.send(UnknownSession())
             self._forget(line)
-
-
-def _no_prefix(peer: Incoming, question: AskPrefix) -> None:
-    """Nothing is lent here."""
-    peer.tell_miss(question.question, "absent")

@@ -1,15 +1,15 @@
 """One source of a pull: a ticket, the agent that keeps it, and what they say to each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 from kvstow.errors import FaultKind, RouteError, TransferError
 from kvstow.plan.layout import Layout
 from kvstow.route.route import Claims, Route
 from kvstow.route.sources import sources as sources_of
-from kvstow.transfer.channel.base import Line
+from kvstow.transfer.channel.framing import Session
 from kvstow.transfer.channel.messages import (
     Alive,
     AnyMessage,
@@ -36,58 +36,44 @@ from kvstow.transfer.transport.mapped import MappedPeer
 
 MOST_PLANS = 64
 
-Outcome = Literal["accepted", "failed", "aborted"]
 
+class Puller(Protocol):
+    """The pull that a source is one of."""
 
-@dataclass(frozen=True, eq=False)
-class SourcePlan:
-    """What one source brings: nothing without a route, everything without claims."""
+    def interrupt(self, error: TransferError) -> None:
+        """End the pull with an error."""
+        ...
 
-    route: Route | None
-    claims: tuple[Claim, ...] | None
-    counted: Claims | None = None
-
-    @cached_property
-    def mean_bytes(self) -> int:
-        """The mean length of the pieces that the route copies."""
-        assert self.route is not None
-        kinds = [kind.copies for pair in self.route.pairs for kind in pair.period]
-        return sum(each.total for each in kinds) // max(1, sum(map(len, kinds)))
+    def wake(self) -> None:
+        """Something has come."""
+        ...
 
 
 class Source:
     """Everything about one ticket of a pull.
 
-    `interrupt` ends the pull with an error. After `begin`, `flights` are our posts, and the
-    producer may write to our rows unless `writer_is_quiet`.
+    After `begin`, `flights` are our posts, and the producer may write to our rows unless
+    `writer_is_quiet`. `line` is the one on which it has begun; `mapped` is the agent's memory,
+    while we copy out of it and compare.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        peer: Outgoing,
-        ticket: Ticket,
-        interrupt: Callable[[TransferError], None],
-        wake: Callable[[], None],
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, peer: Outgoing, ticket: Ticket, pull: Puller) -> None:
         self.id = endpoint.random.getrandbits(63)
         self.peer = peer
         self.ticket = ticket
         self.lease = ticket.lease
-        self.mailbox = Mailbox(wake)
+        self.mailbox = Mailbox(pull.wake)
         self.flights: list[Flight] = []
         self.direction: Way = "read"
         self.route: Route | None = None
         self.claims: Claims | None = None
         self.mapped: MappedPeer | None = None
-        """Its memory, while we copy out of it and compare."""
+        self.line: Session | None = None
         self.nbytes = 0
         self.descriptors = 0
         self._endpoint = endpoint
-        self._interrupt = interrupt
+        self._pull = pull
         self._card: Card | None = None
-        self.line: Line | None = None
-        """The line on which it has begun."""
 
     @property
     def card(self) -> Card:
@@ -115,7 +101,7 @@ class Source:
     def begin(
         self,
         direction: Way,
-        plan: SourcePlan,
+        plan: "SourcePlan",
         write: Write | None,
         slot_bytes: int,
         samples: tuple[Sample, ...],
@@ -124,21 +110,25 @@ class Source:
         Raises TransferError."""
         self._card = card = self.peer.card
         assert card is not None
-        self.direction, self.route, self.claims = direction, plan.route, plan.counted
+        self.direction, self.route, self.claims = direction, plan.route, plan.claims
         self.line = self.peer.line
-        if direction == "mapped":
-            self._hold(self.peer.mapped)
-        else:
+        if direction != "mapped":
             self._endpoint.attach(card, self.peer)  # a failed write may have disconnected it
+        elif self.peer.mapped is None:
+            why = self.peer.unmapped or "lost"
+            raise self.fault(f"its memory is not mapped: {why}", "refused")
+        else:
+            self.peer.mapped.hold()
+            self.mapped = self.peer.mapped
         self.peer.readers[self.id] = self
         self.peer.kept.discard(self.lease)
         self._endpoint.moving.add(self.id)
-        self.send(
+        self.peer.send(
             Begin(
                 self.id,
                 self.lease,
                 self.ticket.digest,
-                plan.claims,
+                plan.packed,
                 write,
                 slot_bytes,
                 samples if plan.route and direction != "mapped" else (),
@@ -146,44 +136,28 @@ class Source:
             )
         )
 
-    def _hold(self, mapped: MappedPeer | None) -> None:
-        if mapped is None:
-            raise self.fault(f"its memory is not mapped: {self.peer.unmapped or 'lost'}", "refused")
-        mapped.hold()
-        self.mapped = mapped
-
-    def send(self, message: AnyMessage) -> None:
-        """Say something to the producer."""
-        self.peer.send(message)
-
     def stop(self, error: TransferError) -> None:
         """Give up: the producer shall write and stage no more. A peer to which a post has
         failed is lost, and greeted again by whoever needs it."""
         if self.id in self._endpoint.moving:
             if self.direction in ("write", "slots"):
-                self.send(Stop(self.id))
+                self.peer.send(Stop(self.id))
             self.end("aborted" if error.kind == "aborted" else "failed")
         if self._card is not None and self._card.engine in self._endpoint.broken:
             self.peer.lose(error)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: Literal["accepted", "failed", "aborted"]) -> None:
         """Tell the producer how it went; its lease is not renewed any more."""
         mapped, self.mapped = self.mapped, None
         if mapped is not None:
             mapped.release()
         self._endpoint.moving.discard(self.id)
-        self.send(End(self.id, self.lease, outcome, self.nbytes))
+        self.peer.send(End(self.id, self.lease, outcome, self.nbytes))
         self.lease = 0
 
     def forget(self) -> None:
         """No more messages: nothing writes for this source any more."""
         self.peer.readers.pop(self.id, None)
-
-    def refusal(self, message: Refused) -> TransferError:
-        """The error of a ticket that the producer does not take."""
-        fault = self.fault("\n".join(message.reasons), message.kind)
-        fault.is_early = message.is_early
-        return fault
 
     # ── what we hear ──────────────────────────────────────────────────────────────
 
@@ -200,18 +174,46 @@ class Source:
             return
         match message:
             case Refused():
-                self._interrupt(self.refusal(message))
+                self._pull.interrupt(self.refusal(message))
             case Failed(_, kind, reason):
-                self._interrupt(self.fault(reason, kind))
+                self._pull.interrupt(self.fault(reason, kind))
             case Alive():
-                self._interrupt(self.fault(f"lease {self.ticket.lease} has ended", "expired"))
+                self._pull.interrupt(self.fault(f"lease {self.ticket.lease} has ended", "expired"))
             case _:
                 pass
+
+    def refusal(self, message: Refused) -> TransferError:
+        """The error of a ticket that the producer does not take."""
+        fault = self.fault("\n".join(message.reasons), message.kind)
+        fault.is_early = message.is_early
+        return fault
 
     def lose(self, error: TransferError) -> None:
         """The peer is gone. Its memory stays, where it is mapped: the pull goes on."""
         if self.mapped is None:
-            self._interrupt(error)
+            self._pull.interrupt(error)
+
+
+@dataclass(frozen=True, eq=False)
+class SourcePlan:
+    """What one source brings: nothing without a route. One of several `is_part`: it brings what it
+    claims, and is told so."""
+
+    route: Route | None = None
+    claims: Claims | None = None
+    is_part: bool = True
+
+    @cached_property
+    def packed(self) -> tuple[Claim, ...] | None:
+        """The claims for a message."""
+        return packed_claims(self.claims) if self.is_part and self.claims is not None else None
+
+    @cached_property
+    def mean_bytes(self) -> int:
+        """The mean length of the pieces that the route copies."""
+        assert self.route is not None
+        kinds = [kind.copies for pair in self.route.pairs for kind in pair.period]
+        return sum(each.total for each in kinds) // max(1, sum(map(len, kinds)))
 
 
 class SourcePlans:
@@ -219,29 +221,20 @@ class SourcePlans:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._known: dict[tuple[str, ...], tuple[SourcePlan, ...]] = {}
+        self._plans: dict[tuple[str, ...], list[SourcePlan]] = {}
 
-    def plans(self, sources: Sequence[Source]) -> tuple[SourcePlan, ...]:
+    def plans(self, sources: Sequence[Source]) -> list[SourcePlan]:
         """One plan per source; TransferError where they do not make a whole."""
         key = tuple(source.peer.fingerprint for source in sources)
-        if key not in self._known:
+        if key not in self._plans:
             try:
-                found = sources_of([source.layout for source in sources], self._layout)
+                parts = sources_of([source.layout for source in sources], self._layout)
             except RouteError as error:
-                raise TransferError(
-                    f"sources do not make a whole:\n{error}", kind="refused"
-                ) from None
-            by_index = {source.index: source for source in found}
-            if len(self._known) >= MOST_PLANS:
-                self._known.clear()
-            self._known[key] = tuple(
-                SourcePlan(
-                    by_index[i].route,
-                    packed_claims(by_index[i].claims) if len(sources) > 1 else None,
-                    by_index[i].claims,
-                )
-                if i in by_index
-                else SourcePlan(None, None)
-                for i in range(len(sources))
-            )
-        return self._known[key]
+                text = f"sources do not make a whole:\n{error}"
+                raise TransferError(text, kind="refused") from None
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plans = self._plans[key] = [SourcePlan() for _ in sources]
+            for part in parts:
+                plans[part.index] = SourcePlan(part.route, part.claims, len(sources) > 1)
+        return self._plans[key]

@@ -215,14 +215,14 @@ def test_blocks_that_a_pull_has_failed_to_fill_are_not_offered(agent, pool, fabr
 
 def test_an_engine_knows_itself_what_its_blocks_hold_once_a_pull_is_over(agent, pool, fabric):
     """It may have computed them by then; while the pull is not quiet it cannot have."""
-    offered = {0: Blocks.first(pool.hold(0, 1))}
+    offered = {g: Blocks.first(pool.hold(g, 1)) for g in range(len(LAYOUT.groups))}
     rows = Generations(LAYOUT)
     with through_an_engine(fabric, rows) as relay:
         relay.connect(agent.address)
         cable = (agent.endpoint.transport.name, relay.endpoint.transport.name)
         fabric.cut(*cable)
         ticket = agent.offer_blocks(offered, 4)
-        into = {0: Blocks.first([2])}
+        into = {g: Blocks.first([rows.rows_per_slab]) for g, rows in enumerate(LAYOUT.groups)}
         pull = relay.pull(ticket, into=into)
         with pytest.raises(TransferError, match="a pull is still writing to them"):
             relay.offer_blocks(into, 4)
@@ -232,7 +232,7 @@ def test_an_engine_knows_itself_what_its_blocks_hold_once_a_pull_is_over(agent, 
         with pytest.raises(TransferError):
             pull.wait(20)
         assert pull.wait_quiet(20)
-        assert relay.offer_blocks(into, 4).num_blocks == 1
+        assert relay.offer_blocks(into, 4).num_blocks == len(into)
 
 
 def test_a_pull_behind_a_failed_one_does_not_vouch_for_its_rows(agent, pool, fabric):

@@ -16,19 +16,19 @@ def stop_writes() -> None:
     name = os.environ.get("KVSTOW_STOPPED_WRITES")
     if name is None:
         return
-    from kvstow.transfer.move.gather import Writes
+    from kvstow.transfer import serve
 
-    put = Writes._put
+    moved = serve.moved
 
-    def stopping(self: Writes, writes: Any, flights: Any) -> Any:
-        half = len(writes) // 2
+    def stopping(*args: Any, **options: Any) -> Any:
+        *before, copies = args
+        half = len(copies) // 2
         if half:
-            yield from put(self, writes.part(0, half), flights)
+            yield from moved(*before, copies.part(0, half), **options)
         if Path(name).exists():
             os.kill(os.getpid(), signal.SIGSTOP)
         while Path(name).exists():  # the signal alone lets this thread go on for a while
             time.sleep(0.01)
-        yield from put(self, writes.part(half, len(writes)), flights)
-        return len(writes)
+        yield from moved(*before, copies.part(half, len(copies)), **options)
 
-    Writes._put = stopping
+    serve.moved = stopping

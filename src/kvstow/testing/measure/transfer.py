@@ -102,7 +102,7 @@ class TransferRun:
         return own
 
     def _signature(self) -> tuple[object, ...]:
-        pulls = len(self.agent.pulls)
+        pulls = len(self.agent.pulls.running)
         return self.peer.state, self.peer.heard_at, self.transport.starts, pulls
 
     def pull(

@@ -1,4 +1,4 @@
-"""Frames, to the byte, and the conversations that they belong to.
+"""Frames, to the byte, the conversations that they belong to, and what brings them.
 
     offset  bytes
     0       4      magic, "KVSW"
@@ -10,8 +10,8 @@ whole, once, in order and from whom it says is the business of what carries it: 
 """
 
 import struct
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -140,3 +140,43 @@ class Clients:
             return None
         session = self._sessions[client] = Session(client)
         return session
+
+
+class Channel(Protocol):
+    """All conversations of one agent; used from one thread. `sockets` has the one over ZeroMQ; a
+    simulation brings its own. Messages may be lost: whoever needs an answer asks again, or gives up
+    after a while."""
+
+    @property
+    def address(self) -> str:
+        """Where others dial us."""
+        ...
+
+    def dial(self, address: str, key: str) -> Session:
+        """A line to the agent at an address, whose public key this is where keys are used.
+
+        Raises TransferError for an address or a key that cannot be, or may not be, dialled.
+        Nobody need be there yet.
+        """
+        ...
+
+    def hang_up(self, line: Session) -> None:
+        """Forget a line: nothing is heard on it any more."""
+        ...
+
+    def send(self, line: Session, message: AnyMessage) -> bool:
+        """Whether the message is on its way; not if the other side has left."""
+        ...
+
+    def watch(self, fd: int) -> None:
+        """Let `heard` also return when this event descriptor is written to, and reset it."""
+        ...
+
+    def heard(self, timeout_ms: int) -> Iterator[tuple[Session, AnyMessage]]:
+        """Messages that have come, each with its line, a bounded number of them; waits at
+        most so long for the first."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything, at once."""
+        ...

@@ -17,7 +17,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvstow.errors import TransferError
 from kvstow.transfer.channel.address import check_dialled, check_listened, is_loopback
-from kvstow.transfer.channel.base import Line
 from kvstow.transfer.channel.curve import Keys, check_key
 from kvstow.transfer.channel.framing import (
     MAX_FRAME,
@@ -111,8 +110,7 @@ class SocketChannel:
         self._socket_of[line] = socket
         return line
 
-    def hang_up(self, line: Line) -> None:
-        assert isinstance(line, Session)
+    def hang_up(self, line: Session) -> None:
         socket = self._socket_of.pop(line, None)
         if socket is None:
             self._clients.forget(line)
@@ -120,8 +118,7 @@ class SocketChannel:
             del self._dialled[socket]
             self._shut(socket)
 
-    def send(self, line: Line, message: AnyMessage) -> bool:
-        assert isinstance(line, Session)
+    def send(self, line: Session, message: AnyMessage) -> bool:
         data = encode(message)
         if line.client is not None:
             return self._reply(line.client, data)

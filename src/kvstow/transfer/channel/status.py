@@ -1,23 +1,19 @@
 """How an agent is doing: a JSON document for `kvstow status`.
 
-`StatusClient` reads it, which needs no handshake and no arena. Whoever asks again and again gets
-the same document for a while.
+`StatusClient` reads it, which needs no handshake and no arena.
 """
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvstow.blocks.pool import Pool
 from kvstow.errors import TransferError
-from kvstow.transfer.channel.base import Line
 from kvstow.transfer.channel.curve import Keys
-from kvstow.transfer.channel.framing import DropReason
+from kvstow.transfer.channel.framing import DropReason, Session
 from kvstow.transfer.channel.messages import AskStatus, TellStatus
 from kvstow.transfer.channel.sockets import SocketChannel
-from kvstow.transfer.options import LONG_BYTES
 
 if TYPE_CHECKING:
     from kvstow.transfer.agent import Agent
@@ -28,34 +24,16 @@ STATUS_VERSION = 1
 RECENT = 30
 """Events that are told, the latest ones."""
 
-FRESH_SECONDS = 0.2
-"""So long a document is told again: making one takes milliseconds."""
-
+WAY = "direction", "unmapped", "read_rate", "write_rate", "slots_rate"
+"""What is null of a peer that was not met."""
 
 NEEDS_KEYS = "an agent with keys answers only those that have some: --keys-file"
-
-
-class CachedStatus:
-    """A status document that is made when it is asked for, and not again for a while."""
-
-    def __init__(self, make: Callable[[], bytes], clock: Callable[[], float]) -> None:
-        self._make = make
-        self._clock = clock
-        self._made_at = -FRESH_SECONDS
-        self._document = b""
-
-    def document(self) -> bytes:
-        """The document, at most `FRESH_SECONDS` old."""
-        now = self._clock()
-        if now - self._made_at >= FRESH_SECONDS:
-            self._made_at, self._document = now, self._make()
-        return self._document
 
 
 def status_document(agent: "Agent") -> bytes:
     """The document; its keys are listed in docs/reference/wire.md."""
     endpoint = agent.endpoint
-    now, owner = endpoint.clock(), endpoint.owner
+    now, owner, lent = endpoint.clock(), endpoint.owner, agent.prefixes.source
     document = {
         "version": STATUS_VERSION,
         "agent": endpoint.name,
@@ -66,9 +44,9 @@ def status_document(agent: "Agent") -> bytes:
         "memory": f"{endpoint.kind}:{endpoint.device}",
         "arena_bytes": endpoint.layout.nbytes,
         "leases": len(agent.server.leases),
-        "transfers": len(agent.pulls),
+        "transfers": len(agent.pulls.running),
         "quarantined_rows": agent.quarantine.rows,
-        "lent_blocks": len(agent.prefixes.source),
+        "lent_blocks": len(lent) if lent is not None else 0,
         "answers": dict(agent.prefixes.answers),
         "peers": [_outgoing(peer, now) for peer in tuple(agent.peers.all.values())],
         "guests": [_incoming(agent, peer, now) for peer in tuple(agent.server.incoming.values())],
@@ -82,17 +60,14 @@ def status_document(agent: "Agent") -> bytes:
 
 
 def _outgoing(peer: "Outgoing", now: float) -> dict[str, Any]:
-    path = peer.path
+    path: dict[str, Any] = peer.way() if peer.path else dict.fromkeys(WAY)
     return {
         "name": peer.name,
         "address": peer.address,
         "state": peer.state,
         "silent_seconds": round(now - peer.heard_at, 3) if peer.heard_at else None,
-        "direction": "mapped" if peer.mapped else path.way_of(LONG_BYTES) if path else None,
+        **path,
         "unmapped": peer.unmapped or None,
-        "read_rate": path.read.long if path else None,
-        "write_rate": path.write.long if path else None,
-        "slots_rate": path.slots if path else None,
         "moved_bytes": peer.moved_bytes,
         "moved_seconds": round(peer.moved_seconds, 6),
         "misses": dict(peer.misses),
@@ -126,7 +101,7 @@ class StatusClient:
 
         Without `key`, the agent may have any of the public keys that we talk to.
         """
-        lines: list[Line] = []
+        lines: list[Session] = []
         try:
             for each in [key] if key else self._keys:
                 lines.append(self._channel.dial(address, each))

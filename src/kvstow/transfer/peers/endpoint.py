@@ -26,10 +26,10 @@ from kvstow.route.copies import Copies
 from kvstow.transfer.channel.messages import Card, RegionCard, Welcome
 from kvstow.transfer.fence import ENTRY_BYTES
 from kvstow.transfer.metrics import TransferMetrics
-from kvstow.transfer.move.slots import SLOTS, Stage
 from kvstow.transfer.options import Options
 from kvstow.transfer.peers.flight import Flight
 from kvstow.transfer.peers.layouts import PeerLayouts
+from kvstow.transfer.slots import SLOTS, Stage
 from kvstow.transfer.tickets.owner import Owner
 from kvstow.transfer.tickets.ticket import KEY_BYTES
 from kvstow.transfer.transport.base import (
@@ -62,7 +62,11 @@ class EngineReplaced(TransferError):
 class Endpoint:
     """What an agent owns. Registers everything that peers may touch; makes the agent's card.
 
-    `start` names this start of the process; the engine under it may be replaced.
+    `start` names this start of the process; the engine under it may be replaced: while it
+    `is_draining`, nothing shall begin to move. `moving` are pulls that have begun and not ended.
+    Engines of peers are `broken` where a post to them has failed, until they are connected again,
+    and `gone` where they were found to be dead, the latest last: one that is forgotten is found out
+    again. `wake` resumes the agent's routines, from any thread.
     """
 
     def __init__(
@@ -102,16 +106,10 @@ class Endpoint:
         self.worker = ThreadPoolExecutor(1, f"kvstow-{name}-digest", self.use_device)
         self.flights: dict[Flight, None] = {}  # in the order in which they started
         self.broken: set[str] = set()
-        """Engines of peers to which a post has failed: they have to be connected again."""
         self.gone: dict[str, None] = {}
-        """Engines of peers that were found to be dead, the latest last. One that is forgotten is
-        found out again."""
         self.moving: set[int] = set()
-        """Transfers of pulls that have begun and not ended."""
         self.wake: Callable[[], None] = lambda: None
-        """Resumes the agent's routines, from any thread."""
         self.is_draining = False
-        """Nothing shall begin to move: the engine is about to be replaced."""
         self.num_engines = 1
         self._counters: list[Ints] = []
         self._spare_counters: list[Ints] = []
@@ -178,8 +176,9 @@ class Endpoint:
             fresh.close()
             raise
         self._close_engine()
-        for known in (self._users, self._cards, self.broken):
-            known.clear()
+        self._users.clear()
+        self._cards.clear()
+        self.broken.clear()
         self.transport = fresh
         self.num_engines += 1
         self.card = card

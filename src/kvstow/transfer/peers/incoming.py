@@ -6,13 +6,7 @@ from dataclasses import dataclass, field
 from kvstow.plan.layout import Layout
 from kvstow.route.route import Claims, Route, plan_route
 from kvstow.route.sources import sources
-from kvstow.transfer.channel.messages import (
-    AnyMessage,
-    Card,
-    Claim,
-    MissReason,
-    TellPrefix,
-)
+from kvstow.transfer.channel.messages import AnyMessage, Card, Claim
 from kvstow.transfer.digests import unpacked_claims
 from kvstow.transfer.peers.endpoint import Endpoint
 
@@ -62,10 +56,6 @@ class Incoming:
                 del self._shares[next(iter(self._shares))]
             return made
         return self._shares[claims]
-
-    def tell_miss(self, question: int, reason: MissReason) -> None:
-        """Answer a question for a prefix with a miss, and why."""
-        self.send(TellPrefix(question, b"", reason))
 
     def attach(self) -> None:
         """Make sure that our engine can reach it. Raises TransferError."""

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from kvstow.errors import NotShared, RouteError, TransferError
 from kvstow.plan.layout import Layout
-from kvstow.transfer.channel.base import Channel, Line
+from kvstow.transfer.channel.framing import Session
 from kvstow.transfer.channel.messages import (
     Alive,
     AnyMessage,
@@ -20,7 +20,6 @@ from kvstow.transfer.channel.messages import (
     End,
     Failed,
     Hello,
-    MissReason,
     Refused,
     Renew,
     Staged,
@@ -33,7 +32,7 @@ from kvstow.transfer.channel.messages import (
     Written,
 )
 from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Mailbox, Routine, Task
-from kvstow.transfer.options import LONG_BYTES
+from kvstow.transfer.options import LONG_BYTES, SILENT_BEATS
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.probe import UNMEASURED, Path, measure_path
 from kvstow.transfer.tickets.ticket import Ticket
@@ -42,9 +41,6 @@ from kvstow.transfer.transport.mapped import MappedPeer
 
 log = getLogger(__name__)
 
-SILENT_BEATS = 30
-"""An agent that has left so many heartbeats unanswered is given up."""
-
 MOST_PEERS = 1024
 """Agents that are remembered although nobody needs them: tickets name any address."""
 
@@ -52,11 +48,10 @@ WATCH_SECONDS = 0.1
 """How often we look whether the process of a mapped peer lives: a dead one's memory stays allocated
 until we let go of it."""
 
-PeerState = Literal["idle", "greeting", "probing", "ready", "broken"]
-
 
 class Reader(Protocol):
-    """A pull's source, as the peer sees it that brings it."""
+    """A pull's source, or a question, as the peer sees it that answers; `lease` is to be renewed,
+    if it is not 0."""
 
     lease: int
 
@@ -70,14 +65,16 @@ class Reader(Protocol):
 
 
 class Outgoing:
-    """One dialled agent. Stays the same object when the agent there is restarted."""
+    """One dialled agent. Stays the same object when the agent there is restarted.
 
-    def __init__(
-        self, endpoint: Endpoint, channel: Channel, loop: Loop, address: str, key: str
-    ) -> None:
+    `mapped` is its memory, where it is on this node and may be mapped, `unmapped` why it is not.
+    `misses` are our questions for prefixes that got no ticket, by the reason that it told.
+    """
+
+    def __init__(self, endpoint: Endpoint, loop: Loop, address: str, key: str) -> None:
         self.address = address
         self.key = key
-        self.state: PeerState = "idle"
+        self.state: Literal["idle", "greeting", "probing", "ready", "broken"] = "idle"
         self.error: TransferError | None = None
         self.card: Card | None = None
         self.layout: Layout | None = None
@@ -85,23 +82,17 @@ class Outgoing:
         self.path: Path | None = None
         self.ticket_key = b""
         self.mapped: MappedPeer | None = None
-        """Its memory, where it is on this node and may be mapped."""
         self.unmapped = ""
-        """Why it is not mapped."""
         self.mailbox = Mailbox(self._wake)
         self.readers: dict[int, Reader] = {}
-        self.questions: dict[int, Mailbox] = {}
-        """Questions for prefixes that wait for their answers."""
         self.misses: Counter[str] = Counter()
-        """Our questions that got no ticket, by the reason that it told."""
         self.kept: set[int] = set()
         self.heard_at = 0.0
         self.unanswered = 0
         self.moved_bytes = 0
         self.moved_seconds = 0.0
-        self.line: Line | None = None
+        self.line: Session | None = None
         self._endpoint = endpoint
-        self._channel = channel
         self._loop = loop
         self._task: Task[None] | None = None
 
@@ -112,7 +103,7 @@ class Outgoing:
     @property
     def is_idle(self) -> bool:
         """Whether nobody reads from it, asks it or keeps a lease of it."""
-        return not (self.readers or self.questions or self.kept)
+        return not (self.readers or self.kept)
 
     def _wake(self) -> None:
         if self._task is not None:
@@ -147,7 +138,7 @@ class Outgoing:
     def ping(self) -> Routine[None]:
         """Ask for a sign of life; wait until the agent has given one, or was lost."""
         asked_at, line = self._endpoint.clock(), self.line
-        self.send(Renew(tuple(self._leases())))
+        self.send(Renew(self._leases()))
         until = asked_at + self._endpoint.options.contact_seconds
         while self.line is line and self.heard_at <= asked_at and self._endpoint.clock() < until:
             yield IDLE
@@ -162,7 +153,7 @@ class Outgoing:
         endpoint = self._endpoint
         card: Card | None = None
         try:
-            self.line = self._channel.dial(self.address, self.key)
+            self.line = self._loop.channel.dial(self.address, self.key)
             self.send(Hello(endpoint.card))
             welcome = yield from self.mailbox.wait(Welcome)
             self._check(welcome.card)
@@ -176,8 +167,10 @@ class Outgoing:
             self._ready(self.path)
             while self.unanswered < SILENT_BEATS:
                 self.unanswered += 1
-                self.send(Renew(tuple(self._leases())))
-                yield from self._until(endpoint.clock() + endpoint.options.heartbeat_seconds)
+                self.send(Renew(self._leases()))
+                until = endpoint.clock() + endpoint.options.heartbeat_seconds
+                while endpoint.clock() < until:
+                    yield max(IDLE, until - endpoint.clock())
             raise lost(self.name, f"it has left {self.unanswered} heartbeats unanswered")
         except TransferError as error:
             self.error = error
@@ -222,25 +215,20 @@ class Outgoing:
                     raise
             yield endpoint.options.heartbeat_seconds
 
-    def _leases(self) -> set[int]:
-        return self.kept | {reader.lease for reader in self.readers.values() if reader.lease}
-
-    def _until(self, time: float) -> Routine[None]:
-        while self._endpoint.clock() < time:
-            yield max(IDLE, time - self._endpoint.clock())
+    def _leases(self) -> tuple[int, ...]:
+        return tuple(self.kept | {each.lease for each in self.readers.values() if each.lease})
 
     def _check(self, card: Card) -> None:
         """TransferError unless what the agent says of itself fits us."""
         try:
-            found = self._endpoint.layouts.source(card.manifest)
-            groups = len(found.layout.groups)
+            self.layout, self.fingerprint = self._endpoint.layouts.source(card.manifest)
+            groups = len(self.layout.groups)
             if len(card.tables) != groups:
                 raise RouteError((f"{len(card.tables)} tables of generations for {groups} groups",))
         except RouteError as error:
             raise TransferError(
                 f"peer {card.agent!r} does not fit:\n{error}", kind="refused", peer=card.agent
             ) from None
-        self.layout, self.fingerprint = found
 
     def _ready(self, path: Path) -> None:
         assert self._task is not None
@@ -248,18 +236,18 @@ class Outgoing:
         self.state = "ready"
         self._loop.wake_all()
         self._endpoint.metrics.peers.inc()
-        self._endpoint.note(
-            "connected",
-            {
-                "peer": self.name,
-                "address": self.address,
-                "direction": "mapped" if self.mapped else path.way_of(LONG_BYTES),
-                "unmapped": self.unmapped,
-                "read_rate": path.read.long,
-                "write_rate": path.write.long,
-                "slots_rate": path.slots,
-            },
-        )
+        self._endpoint.note("connected", {"peer": self.name, "address": self.address} | self.way())
+
+    def way(self) -> dict[str, str | float]:
+        """How bytes come from it, and what was measured."""
+        path, forced = self.path or UNMEASURED, self._endpoint.options.direction
+        return {
+            "direction": "mapped" if self.mapped else forced or path.way_of(LONG_BYTES),
+            "unmapped": self.unmapped,
+            "read_rate": path.read.long,
+            "write_rate": path.write.long,
+            "slots_rate": path.slots,
+        }
 
     def _end(self, card: Card | None) -> None:
         """The agent is lost: hang up, and tell those who read from it."""
@@ -268,7 +256,7 @@ class Outgoing:
         self.state = "broken"
         self._unmap()
         if self.line is not None:
-            self._channel.hang_up(self.line)
+            self._loop.channel.hang_up(self.line)
             self.line = None
         if card is not None:
             self._endpoint.detach(card.engine, self)
@@ -279,21 +267,13 @@ class Outgoing:
         for reader in tuple(self.readers.values()):
             reader.lose(error)
 
-    def count_miss(self, reason: MissReason, num_tokens: int) -> None:
-        """A question for so many tokens got no ticket."""
-        self.misses[reason] += 1
-        log.debug("peer %s: %d tokens, a miss: %s", self.name, num_tokens, reason)
-        self._endpoint.note(
-            "prefix-missed", {"peer": self.name, "tokens": num_tokens, "reason": reason}
-        )
-
     # ── messages ──────────────────────────────────────────────────────────────────
 
     def send(self, message: AnyMessage) -> None:
         """Send, if we have met: what is sent into nothing is not missed. Before the agent knows
         us, anything but a hello would make it call us a stranger."""
         if self.line is not None and (self.state != "greeting" or isinstance(message, Hello)):
-            self._channel.send(self.line, message)
+            self._loop.channel.send(self.line, message)
 
     def hear(self, message: AnyMessage) -> None:
         """Take in a message of this agent."""
@@ -301,11 +281,6 @@ class Outgoing:
         match message:
             case Welcome() | TellProbe():
                 self.mailbox.put(message)
-            case TellPrefix(question, ticket):
-                if question in self.questions:
-                    self.questions[question].put(message)
-                elif ticket:  # nobody waits for it any more
-                    self.send(End(0, Ticket.from_bytes(ticket).lease, "aborted"))
             case Refused(0, kind, reasons):
                 text = "\n".join(reasons)
                 self.lose(
@@ -318,21 +293,28 @@ class Outgoing:
                 for reader in tuple(self.readers.values()):
                     if reader.lease in ended:
                         reader.hear(message)
-            case Begun() | Refused() | Written() | Staged() | Failed() | Stopped() | TellDigest():
-                if message.transfer in self.readers:
-                    self.readers[message.transfer].hear(message)
+            case TellPrefix(question, ticket) if question not in self.readers:
+                if ticket:  # nobody waits for it any more
+                    self.send(End(0, Ticket.from_bytes(ticket).lease, "aborted"))
+            case TellPrefix(number) | Begun(number) | Refused(number) | Written(number):
+                self._pass_on(number, message)
+            case Staged(number) | Failed(number) | Stopped(number) | TellDigest(number):
+                self._pass_on(number, message)
             case _:
                 pass
+
+    def _pass_on(self, reader: int, message: AnyMessage) -> None:
+        if reader in self.readers:
+            self.readers[reader].hear(message)
 
 
 class Peers:
     """All agents that we dial, by address and key."""
 
-    def __init__(self, endpoint: Endpoint, channel: Channel, loop: Loop) -> None:
+    def __init__(self, endpoint: Endpoint, loop: Loop) -> None:
         self.all: dict[tuple[str, str], Outgoing] = {}
         self._lock = Lock()
         self._endpoint = endpoint
-        self._channel = channel
         self._loop = loop
 
     def at(self, address: str, key: str) -> Outgoing:
@@ -340,7 +322,7 @@ class Peers:
         with self._lock:
             peer = self.all.pop((address, key), None)
             if peer is None:
-                peer = Outgoing(self._endpoint, self._channel, self._loop, address, key)
+                peer = Outgoing(self._endpoint, self._loop, address, key)
             self.all[address, key] = peer  # the latest comes last
         return peer
 
@@ -359,7 +341,7 @@ class Peers:
                 peer.lose(lost(peer.name, "nobody needs it any more"))
             yield WATCH_SECONDS
 
-    def hear(self, line: Line, message: AnyMessage) -> None:
+    def hear(self, line: Session, message: AnyMessage) -> None:
         """Pass a message on to the agent whose line it came on."""
         for peer in tuple(self.all.values()):
             if peer.line is line:

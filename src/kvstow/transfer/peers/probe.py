@@ -13,9 +13,9 @@ from kvstow.errors import TransferError
 from kvstow.route.copies import Copies
 from kvstow.transfer.channel.messages import AskProbe, Card, TellProbe
 from kvstow.transfer.loop import Routine
-from kvstow.transfer.move.copies import moved
 from kvstow.transfer.options import LONG_BYTES, Way
 from kvstow.transfer.peers.endpoint import PROBE_BYTES, Endpoint
+from kvstow.transfer.peers.flight import moved
 from kvstow.transfer.transport.base import Direction, Kinds
 
 if TYPE_CHECKING:
@@ -52,12 +52,9 @@ class Path:
     read: Rates = NO_RATES
     write: Rates = NO_RATES
     slots: float = 0.0
-    forced: Way | None = None
 
     def way_of(self, mean_bytes: int) -> Way:
         """The fastest way for pieces of this length; the simpler one where two are about equal."""
-        if self.forced is not None:
-            return self.forced
         which = 0 if mean_bytes >= LONG_BYTES else 1
         read, write = self.read[which], self.write[which]
         if self.slots > PREFER_READ * max(read, write):
@@ -66,14 +63,14 @@ class Path:
 
 
 UNMEASURED = Path()
-"""Of a peer that is mapped: what is forced to go through the engine goes all the same."""
+"""Of a peer that is mapped, or where a way is forced."""
 
 
 def measure_path(endpoint: Endpoint, peer: "Outgoing", card: Card) -> Routine[Path]:
     """Read a few megabytes several times, in one piece and in many, then have as much written.
     TransferError if the peer cannot be read."""
     if endpoint.options.direction is not None:
-        return Path(forced=endpoint.options.direction)
+        return UNMEASURED
     size = min(PROBE_BYTES, card.probe.nbytes)
     read = yield from _rates(
         endpoint, "read", card, (card.probe.address, endpoint.probe.data_ptr(), size)

@@ -3,66 +3,52 @@
 Expiry goes through a heap, so one lease that is renewed again and again never hides
 another that has run out. A lease ends once, for one reason, and then gives its blocks
 back through `on_end`; what the blocks' owner does there comes after their generations
-are safe (see `generations`).
+are safe (see `owner`).
 """
 
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from math import inf
-from random import Random
 from typing import Literal
 
-from kvstow.errors import FaultKind, SpecError, TransferError
+from kvstow.errors import FaultKind, TransferError
+from kvstow.transfer.tickets.ticket import Ticket
 
 EndReason = Literal["read", "expired", "withdrawn", "aborted", "closed"]
 MAX_REMEMBERED = 1 << 16
 
-FAULT_OF: dict[EndReason, FaultKind] = {
-    "read": "used",
-    "expired": "expired",
-    "withdrawn": "expired",
-    "aborted": "aborted",
-    "closed": "peer",
+ENDED: dict[EndReason, tuple[FaultKind, str]] = {
+    "read": (
+        "used",
+        "all readers that it was for have pulled it\n\n"
+        "hint: offer the request again, or with readers= as many consumers as will pull",
+    ),
+    "expired": (
+        "expired",
+        "expired\n\nhint: pull sooner, agent.keep(ticket), or offer with a longer lease_seconds",
+    ),
+    "withdrawn": ("expired", "withdrawn by its producer"),
+    "aborted": ("aborted", "given up by a consumer"),
+    "closed": ("peer", "its producer was closed"),
 }
-
-
-WHY_ENDED: dict[EndReason, str] = {
-    "read": "all readers that it was for have pulled it\n\n"
-    "hint: offer the request again, or with readers= as many consumers as will pull",
-    "expired": "expired\n\n"
-    "hint: pull sooner, agent.keep(ticket), or offer with a longer lease_seconds",
-    "withdrawn": "withdrawn by its producer",
-    "aborted": "given up by a consumer",
-    "closed": "its producer was closed",
-}
+"""What a consumer hears who comes after the end."""
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A promise to keep blocks until `deadline`, for `readers` more readers; None: as many as the
-    first consumer that comes has ranks."""
+    """A promise to keep a ticket's blocks until `deadline`, for `readers` more readers; None: as
+    many as the first consumer that comes has ranks."""
 
-    id: int
-    digest: bytes
-    seconds: float
+    ticket: Ticket
     readers: int | None
     deadline: float
     on_end: Callable[[EndReason], None]
     reading: set[Hashable] = field(default_factory=set[Hashable])
 
-    def __post_init__(self) -> None:
-        if (self.readers is not None and self.readers < 1) or not 0 < self.seconds < inf:
-            raise SpecError(
-                f"lease {self.id}: {self.readers} readers for {self.seconds} s\n\n"
-                f"hint: at least one reader, and a time above 0"
-            )
-
-
-def fresh_id(random: Random) -> int:
-    """A random id above 0; 0 means no lease."""
-    return random.getrandbits(62) + 1
+    @property
+    def id(self) -> int:
+        return self.ticket.lease
 
 
 class Leases:
@@ -97,22 +83,21 @@ class Leases:
 
     def find(self, id: int) -> Lease:
         """The running lease; TransferError names why there is none."""
-        lease = self._running.get(id)
-        if lease is not None:
-            return lease
-        reason = self._ended.get(id)
-        if reason is None:
-            is_early = self.may_come(id)
-            why = "not given out here yet" if is_early else "no such ticket was written here"
-            raise TransferError(f"lease {id}: {why}", kind="ticket", is_early=is_early)
-        raise TransferError(f"lease {id}: {WHY_ENDED[reason]}", kind=FAULT_OF[reason])
+        if id in self._running:
+            return self._running[id]
+        if id in self._ended:
+            kind, why = ENDED[self._ended[id]]
+            raise TransferError(f"lease {id}: {why}", kind=kind)
+        is_early = self.may_come(id)
+        why = "not given out here yet" if is_early else "no such ticket was written here"
+        raise TransferError(f"lease {id}: {why}", kind="ticket", is_early=is_early)
 
     def open(
         self, id: int, digest: bytes, reader: Hashable, *, now: float, ranks: int = 1
     ) -> Lease:
         """Let one reader in, one of `ranks`, and renew the lease; TransferError if it may not."""
         lease = self.find(id)
-        if digest != lease.digest:
+        if digest != lease.ticket.digest:
             raise TransferError(f"lease {id}: the ticket is not the one given out", kind="ticket")
         if lease.readers is None:
             lease.readers = ranks
@@ -142,7 +127,7 @@ class Leases:
         """Start the lease's time again; leases that are not known are ignored."""
         lease = self._running.get(id)
         if lease is not None:
-            lease.deadline = now + lease.seconds
+            lease.deadline = now + lease.ticket.lease_seconds
 
     def end(self, id: int, reason: EndReason) -> None:
         """End a lease, if it is still running, and give its blocks back."""
@@ -154,20 +139,15 @@ class Leases:
             self._ended.popitem(last=False)
         lease.on_end(reason)
 
-    def expire(self, *, now: float) -> tuple[Lease, ...]:
-        """End every lease whose time is over; those that ended."""
-        over: list[Lease] = []
+    def expire(self, *, now: float) -> None:
+        """End every lease whose time is over."""
         while self._heap and self._heap[0][0] <= now:
             _, id = heapq.heappop(self._heap)
             lease = self._running.get(id)
-            if lease is None:
-                continue
-            if lease.deadline > now:  # renewed since it was pushed
+            if lease is not None and lease.deadline > now:  # renewed since it was pushed
                 heapq.heappush(self._heap, (lease.deadline, id))
-            else:
-                over.append(lease)
+            elif lease is not None:
                 self.end(id, "expired")
-        return tuple(over)
 
     def close(self) -> None:
         """End all of them."""

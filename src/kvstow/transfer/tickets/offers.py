@@ -10,12 +10,11 @@ from kvstow.errors import TransferError
 from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.loop import Loop
-from kvstow.transfer.peers.blocks import check_blocks
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.server import Server
-from kvstow.transfer.tickets.lease import EndReason, Lease, fresh_id
+from kvstow.transfer.tickets.lease import EndReason, Lease
 from kvstow.transfer.tickets.owner import OwnerQueue
-from kvstow.transfer.tickets.ticket import MAX_LEASE_SECONDS, MAX_TOKENS, Ticket
+from kvstow.transfer.tickets.ticket import MAX_LEASE_SECONDS, MAX_TOKENS, Ticket, check_blocks
 
 log = logging.getLogger(__name__)
 
@@ -26,20 +25,12 @@ class Offers:
     """Tickets and the leases behind them. For the thread of the blocks' owner."""
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        loop: Loop,
-        server: Server,
-        owner: OwnerQueue,
-        *,
-        address: str,
-        key: str,
+        self, endpoint: Endpoint, loop: Loop, server: Server, owner: OwnerQueue, key: str
     ) -> None:
         self._endpoint = endpoint
         self._loop = loop
         self._server = server
         self._owner = owner
-        self._address = address
         self._key = key
 
     def offer(
@@ -62,10 +53,10 @@ class Offers:
         ticket = Ticket(
             agent=endpoint.name,
             start=endpoint.start,
-            address=self._address,
+            address=self._loop.channel.address,
             key=self._key,
-            lease=fresh_id(endpoint.random),
-            lease_seconds=seconds,
+            lease=endpoint.random.getrandbits(62) + 1,  # 0 means no lease
+            lease_seconds=float(seconds),
             fingerprint=endpoint.fingerprint,
             num_tokens=int(num_tokens),
             blocks=dict(blocks),
@@ -95,11 +86,11 @@ class Offers:
     def adopt(self, ticket: Ticket, *, readers: int | None, on_end: OnEnd | None) -> None:
         """Keep what a ticket promises that somebody else has written in this agent's name."""
         endpoint = self._endpoint
-        mine = (endpoint.name, endpoint.start, endpoint.fingerprint)
-        if (ticket.agent, ticket.start, ticket.fingerprint) != mine:
+        own = (endpoint.name, endpoint.start, endpoint.fingerprint)
+        if (ticket.agent, ticket.start, ticket.fingerprint) != own:
             raise TransferError(
                 f"ticket is of agent {ticket.agent!r}, start {ticket.start!r}, layout "
-                f"{ticket.fingerprint[:16]}, not of {mine[0]!r}, {mine[1]!r}, {mine[2][:16]}",
+                f"{ticket.fingerprint[:16]}, not of {own[0]!r}, {own[1]!r}, {own[2][:16]}",
                 kind="ticket",
             )
         _check(ticket.num_tokens, readers, ticket.lease_seconds)
@@ -107,34 +98,26 @@ class Offers:
         self._owner.share(ticket.blocks)
         self._grant(ticket, readers, on_end)
 
-    def withdraw(self, ticket: Ticket) -> None:
-        """Take a ticket back; from any thread."""
-        self._loop.submit(lambda: self._server.leases.end(ticket.lease, "withdrawn"))
-
     def _grant(self, ticket: Ticket, readers: int | None, on_end: OnEnd | None) -> None:
         """Let the lease of a ticket run whose blocks are shared already. One that runs already goes
         on, and these blocks are given back."""
 
+        def release() -> None:
+            self._owner.defer(lambda: self._owner.release(ticket.blocks))
+
         def ended(reason: EndReason) -> None:
             self._server.lease_ended(ticket, reason)
-            self._owner.defer(lambda: self._owner.release(ticket.blocks))
+            release()
             if on_end is not None:
                 self._owner.defer(partial(self._tell_end, on_end, reason))
 
-        lease = Lease(
-            id=ticket.lease,
-            digest=ticket.digest,
-            seconds=ticket.lease_seconds,
-            readers=readers,
-            deadline=self._endpoint.clock() + ticket.lease_seconds,
-            on_end=ended,
-        )
-
         def grant() -> None:
-            if lease.id in self._server.leases:
-                self._owner.defer(lambda: self._owner.release(ticket.blocks))
-            else:
-                self._server.grant(lease, ticket)
+            if ticket.lease in self._server.leases:
+                release()
+                return
+            deadline = self._endpoint.clock() + ticket.lease_seconds
+            self._server.leases.grant(Lease(ticket, readers, deadline, ended))
+            self._endpoint.metrics.leases.inc()
 
         try:
             self._loop.submit(grant)
@@ -152,12 +135,12 @@ class Offers:
 
 def _check(num_tokens: int, readers: int | None, seconds: float) -> None:
     """TransferError for what no consumer could read in a ticket, or what nobody could end."""
-    for what, value, least, most in (
-        ("tokens", num_tokens, 0, MAX_TOKENS),
-        ("readers", 1 if readers is None else readers, 1, MAX_TOKENS),
+    for what, value, least in (
+        ("tokens", num_tokens, 0),
+        ("readers", 1 if readers is None else readers, 1),
     ):
         whole = isinstance(value, int | np.integer)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not whole or not least <= value <= most:
+        if not whole or not least <= value <= MAX_TOKENS:
             raise TransferError(f"{value} {what} cannot be offered", kind="refused")
     if not 0 < seconds <= MAX_LEASE_SECONDS:
         raise TransferError(

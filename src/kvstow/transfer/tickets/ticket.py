@@ -22,9 +22,10 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvstow.errors import SpecError, TransferError
+from kvstow.errors import BlockError, SpecError, TransferError
+from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
-from kvstow.route.blocks import Blocks
+from kvstow.route.blocks import Blocks, check_ids
 
 PREFIX = "kvt3."
 MAX_BLOCKS = 1 << 18
@@ -59,6 +60,10 @@ class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     num_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
     groups: Annotated[tuple[_Group, ...], msgspec.Meta(max_length=1 << 12)]
     identity: Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+_PLAIN = tuple(name for name in _Body.__struct_fields__ if name != "groups")
+"""Fields that are the same in the body and in a ticket."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,16 +104,8 @@ class Ticket:
         """The body, encoded; equal tickets have equal bodies."""
         return msgspec.msgpack.encode(
             _Body(
-                agent=self.agent,
-                start=self.start,
-                address=self.address,
-                key=self.key,
-                lease=self.lease,
-                lease_seconds=float(self.lease_seconds),
-                fingerprint=self.fingerprint,
-                num_tokens=self.num_tokens,
+                **{name: getattr(self, name) for name in _PLAIN},
                 groups=tuple(self._packed(g) for g in sorted(self.blocks)),
-                identity=self.identity,
             )
         )
 
@@ -200,6 +197,25 @@ def unpacked_ints(data: bytes) -> Ints:
     return np.cumsum(np.frombuffer(data, "<i8"), dtype=np.int64)
 
 
+def check_blocks(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) -> None:
+    """TransferError unless every block exists in the layout and is listed once."""
+    if not isinstance(blocks, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TransferError(
+            f"{whose}: blocks are {type(blocks).__name__}, not by group\n\n"
+            "hint: ledger.blocks(request), or {0: Blocks.first(ids)}",
+            kind="refused",
+        )
+    for g, listed in blocks.items():
+        if not 0 <= g < len(layout.groups):
+            raise TransferError(
+                f"{whose}: group {g} is not one of {len(layout.groups)}", kind="ticket"
+            )
+        try:
+            check_ids(layout, g, listed, f"{whose}:")
+        except BlockError as error:
+            raise TransferError(str(error), kind="ticket") from None
+
+
 def _checksum(data: bytes) -> bytes:
     return blake2b(data, digest_size=_CHECKSUM).digest()
 
@@ -227,20 +243,8 @@ def _ticket(body: _Body, signature: bytes) -> Ticket:
             )
         if (blocks[g].ids < 0).any():
             raise SpecError(f"group {g}: some of {len(blocks[g])} ids are negative")
-    return Ticket(
-        agent=body.agent,
-        start=body.start,
-        address=body.address,
-        key=body.key,
-        lease=body.lease,
-        lease_seconds=body.lease_seconds,
-        fingerprint=body.fingerprint,
-        num_tokens=body.num_tokens,
-        blocks=blocks,
-        generations=generations,
-        identity=body.identity,
-        signature=signature,
-    )
+    plain = {name: getattr(body, name) for name in _PLAIN}
+    return Ticket(**plain, blocks=blocks, generations=generations, signature=signature)
 
 
 def _bad(why: str) -> TransferError:

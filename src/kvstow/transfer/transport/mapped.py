@@ -38,7 +38,7 @@ from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies, chunks
 from kvstow.transfer.loop import AT_ONCE, Routine
-from kvstow.transfer.move.slots import copied
+from kvstow.transfer.slots import copied
 from kvstow.transfer.tickets.owner import Owner
 
 if TYPE_CHECKING:

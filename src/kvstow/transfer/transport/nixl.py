@@ -11,7 +11,8 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -107,11 +108,9 @@ class NixlTransport:
         self._listen = listen
         self._num_threads = num_threads
         config = api.nixl_agent_config(backends=[], enable_prog_thread=False)
-        try:
+        with _faults("start"):
             self._agent: Any = api.nixl_agent(self._name, config)
             self._agent.create_backend("UCX", backend_options(listen, num_threads))
-        except Exception as error:
-            raise _foreign("start", error) from error
         self._registered: list[Any] = []
         self._peers: dict[str, bytes] = {}
         self._posts: dict[str, set[_NixlPost]] = {}
@@ -133,19 +132,15 @@ class NixlTransport:
 
     def register(self, region: Region) -> None:
         row = [(region.address, region.nbytes, region.device, "")]
-        try:
+        with _faults(f"register {region.nbytes} bytes of {region.kind}"):
             listed = self.engine.register_memory(row, region.kind)
-        except Exception as error:
-            raise _foreign(f"register {region.nbytes} bytes of {region.kind}", error) from error
         if listed is None:
             raise TransferError(f"nixl: did not register {region}", kind="transport")
         self._registered.append(listed)
 
     def metadata(self) -> bytes:
-        try:
+        with _faults("metadata"):
             own: bytes | None = self.engine.get_agent_metadata()
-        except Exception as error:
-            raise _foreign("metadata", error) from error
         if not own:
             raise TransferError("nixl: no metadata of its own", kind="transport")
         return framed(own)
@@ -162,10 +157,8 @@ class NixlTransport:
                 kind="refused",
                 peer=peer,
             )
-        try:
+        with _faults("connect", peer):
             taken = self.engine.add_remote_agent(whole)
-        except Exception as error:
-            raise _foreign("connect", error, peer) from error
         if not taken:
             raise TransferError("nixl: metadata were not taken", kind="transport", peer=peer)
         self._peers[peer] = whole
@@ -175,25 +168,24 @@ class NixlTransport:
             post.give_up(disconnected(peer))
         if self._peers.pop(peer, None) is None:
             return
-        try:
-            self.engine.remove_remote_agent(peer)
-        except Exception as error:
-            if "NotFound" not in type(error).__name__:
-                raise _foreign("disconnect", error, peer) from error
+        with _faults("disconnect", peer):
+            try:
+                self.engine.remove_remote_agent(peer)
+            except Exception as error:
+                if "NotFound" not in type(error).__name__:
+                    raise
 
     def prepare(self, direction: Direction, peer: str, kinds: Kinds, copies: Copies) -> Post:
         here, there = copies.destination, copies.source
         if direction == "write":
             here, there = there, here
-        try:
+        with _faults(f"{direction} {len(copies)} pieces", peer):
             rows: npt.NDArray[np.uint64] = np.empty((2, len(copies), 3), np.uint64)
             rows[0, :, 0], rows[1, :, 0], rows[:, :, 1] = here, there, copies.nbytes
             rows[0, :, 2], rows[1, :, 2] = kinds.local_device, kinds.remote_device
             local = self._listed(rows[0], kinds.local)
             remote = self._listed(rows[1], kinds.remote)
             handle = self.engine.initialize_xfer(OPERATIONS[direction], local, remote, peer)
-        except Exception as error:
-            raise _foreign(f"{direction} {len(copies)} pieces", error, peer) from error
         post = _NixlPost(self, handle, peer)
         self._posts.setdefault(peer, set()).add(post)
         return post
@@ -209,10 +201,8 @@ class NixlTransport:
         return listed
 
     def progress(self) -> None:
-        try:
+        with _faults("progress"):
             self.engine.get_new_notifs()
-        except Exception as error:
-            raise _foreign("progress", error) from error
 
     def fresh(self) -> "NixlTransport":
         return NixlTransport(listen=self._listen, num_threads=self._num_threads)
@@ -250,48 +240,37 @@ class _NixlPost:
         return self._owner.is_closed or not self._runs
 
     def start(self) -> None:
+        if self._error is None:
+            self._runs = True
+            self._note("start", lambda: self._owner.engine.transfer(self._handle))
         if self._error is not None:
             raise self._error
-        self._runs = True
-        try:
-            self._note(self._owner.engine.transfer(self._handle))
-        except Exception as error:
-            self._error = _foreign("start", error, self.peer)
-            raise self._error from error
 
     def poll(self) -> bool:
-        if self._error is not None:
-            raise self._error
-        if not self._runs:
-            return True
-        try:
-            state = self._owner.engine.check_xfer_state(self._handle)
-        except Exception as error:
-            self._error = _foreign("poll", error, self.peer)
-            raise self._error from error
-        self._note(state)
+        if self._error is None and self._runs:
+            self._note("poll", lambda: self._owner.engine.check_xfer_state(self._handle))
         if self._error is not None:
             raise self._error
         return not self._runs
 
-    def _note(self, state: str | None) -> None:
-        """Take in a state that NIXL has reported."""
+    def _note(self, what: str, call: Callable[[], str | None]) -> None:
+        """Take in the state that a call reports, or its error."""
+        try:
+            state = call()
+        except Exception as error:
+            self._error = _foreign(what, error, self.peer)
+            return
         if state == "DONE":
             self._runs = False
         elif state != "PROC":
-            self._error = TransferError(
-                f"nixl: peer {self.peer!r}: transfer state {state!r}",
-                kind="transport",
-                peer=self.peer,
-            )
+            text = f"nixl: peer {self.peer!r}: transfer state {state!r}"
+            self._error = TransferError(text, kind="transport", peer=self.peer)
 
     def release(self) -> None:
         self._owner.forget(self)
         if self._handle is not None and not self._owner.is_closed:
-            try:
+            with _faults("release", self.peer):
                 self._handle.release()
-            except Exception as error:
-                raise _foreign("release", error, self.peer) from error
         self._handle = None
 
     def give_up(self, error: TransferError) -> None:
@@ -340,7 +319,17 @@ def _api() -> Any:
     raise BackendMissing("nixl", install=INSTALL)
 
 
-def _foreign(what: str, error: Exception, peer: str = "") -> TransferError:
+@contextmanager
+def _faults(what: str, peer: str = "") -> Generator[None]:
+    """Whatever NIXL raises inside becomes a TransferError."""
+    try:
+        yield
+    except Exception as error:
+        fault = _foreign(what, error, peer)
+        raise fault from (None if fault is error else error)
+
+
+def _foreign(what: str, error: Exception, peer: str) -> TransferError:
     if isinstance(error, TransferError):
         return error
     kind: FaultKind = "peer" if type(error).__name__ in GONE else "transport"

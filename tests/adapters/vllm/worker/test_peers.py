@@ -397,7 +397,7 @@ def test_a_peer_that_hangs_while_it_writes_is_a_failed_load_whose_blocks_are_hel
         asker.desk.allocated("d", HERE, 16)
         asker.step()
         wait_for(lambda: lender_writes(lender))
-        (transfer,) = asker.hands.agent.pulls._running
+        (transfer,) = asker.hands.agent.pulls.running
         transfer.abort()
         found = asker.until(lambda found: bool(found.received))
         assert (found.failed, pool.held) == ({"d"}, {b for ids in HERE for b in ids[:4]} - {0})

@@ -75,8 +75,8 @@ def hung(*orders: str, pool: Pool | None, computed: int = 0) -> Iterator[tuple[H
 
 
 def transfer_of(decode: Engine) -> Transfer:
-    wait_for(lambda: len(decode.hands.agent.pulls._running) == 1)
-    (transfer,) = decode.hands.agent.pulls._running
+    wait_for(lambda: len(decode.hands.agent.pulls.running) == 1)
+    (transfer,) = decode.hands.agent.pulls.running
     return transfer
 
 
@@ -171,7 +171,7 @@ def test_a_failed_pull_is_mostly_quiet_at_once_and_holds_nothing(
 
 def test_nothing_is_tried_again_while_somebody_may_write():
     with hung("BLHNC", "BLHNC", pool=Pool()) as (_, decode):
-        (transfer,) = decode.hands.agent.pulls._unquiet
+        (transfer,) = decode.hands.agent.pulls.unquiet
         transfer.error = TransferError("not yet", kind="ticket", is_early=True)
         found = told(decode)
         assert found.held

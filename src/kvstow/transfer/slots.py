@@ -10,7 +10,7 @@ consumer's rows.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,17 +27,15 @@ from kvstow.plan.pack import separate
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.plan.view import Ints
-from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies, ascending, cut
-from kvstow.route.route import Route
-from kvstow.transfer.channel.messages import AnyMessage, Card, Fetched, Staged, Written
-from kvstow.transfer.loop import NOW_AND_THEN, SOON, Mailbox, Routine, together
-from kvstow.transfer.move.copies import moved
+from kvstow.transfer.channel.messages import Fetched, Staged, Written
+from kvstow.transfer.loop import NOW_AND_THEN, SOON, Routine, together
+from kvstow.transfer.peers.flight import Flight, moved
 from kvstow.transfer.transport.base import Kinds
 
 if TYPE_CHECKING:
     from kvstow.transfer.peers.endpoint import Endpoint
-    from kvstow.transfer.peers.flight import Flight
+    from kvstow.transfer.serve import Serving
     from kvstow.transfer.source import Source
 
 SLOTS = 4
@@ -61,26 +59,19 @@ class Piece:
         return Copies(slot + self.at, self.copies.destination, self.copies.nbytes)
 
 
-def pieces(
-    route: Route,
-    source: Mapping[int, Blocks],
-    into: Mapping[int, Blocks],
-    tokens: tuple[int, int],
-    slot_bytes: int,
-) -> list[Piece]:
+def pieces(copies: Copies, slot_bytes: int) -> list[Piece]:
     """The copies of a request, in order of destination, in pieces that fit a slot."""
-    copies = route.copies(source, into, tokens[1], start_token=tokens[0])
     copies = cut(ascending(copies), slot_bytes)
     ends = copies.nbytes.cumsum()
-    found: list[Piece] = []
+    result: list[Piece] = []
     first = 0
     while first < len(copies):
         before = int(ends[first] - copies.nbytes[first])
         end = int(np.searchsorted(ends, before + slot_bytes, side="right"))
         part = copies.part(first, end)
-        found.append(Piece(part, ends[first:end] - part.nbytes - before))
+        result.append(Piece(part, ends[first:end] - part.nbytes - before))
         first = end
-    return found
+    return result
 
 
 class Stage:
@@ -139,22 +130,16 @@ def copied(source: Arena, destination: Arena, copies: Copies) -> Routine[None]:
 # ── the producer ──────────────────────────────────────────────────────────────────────
 
 
-def stage_pieces(
-    endpoint: "Endpoint",
-    parts: list[Piece],
-    mailbox: Mailbox,
-    send: Callable[[AnyMessage], None],
-    transfer: int,
-) -> Routine[None]:
+def stage_pieces(endpoint: "Endpoint", parts: list[Piece], serving: "Serving") -> Routine[None]:
     """Put piece after piece into slots, each kept until it was fetched."""
     fetched: set[int] = set()
-    stage = endpoint.stage
+    stage, mailbox = endpoint.stage, serving.mailbox
 
     def stage_one(number: int, piece: Piece) -> Routine[None]:
         slot = yield from stage.take(leave=1)  # for what we fetch: peers may wait for that
         try:
             yield from copied(endpoint.arena, stage.arena, piece.into_slot(slot))
-            send(Staged(transfer, number, slot))
+            serving.peer.send(Staged(serving.begin.transfer, number, slot))
             while number not in fetched:
                 while mailbox.has(Fetched):
                     fetched.add(mailbox.take(Fetched).piece)
@@ -179,7 +164,7 @@ def fetch_pieces(endpoint: "Endpoint", source: "Source", parts: list[Piece]) -> 
 def _fetch_one(endpoint: "Endpoint", source: "Source", parts: list[Piece]) -> Routine[None]:
     """Fetch the next piece that is staged; our slot is free when it is quiet."""
     staged = yield from source.mailbox.wait(Staged)
-    there = _checked(source.card, staged, parts)
+    there = _address(source, staged, parts)
     piece, stage, engine = parts[staged.piece], endpoint.stage, source.card.engine
     slot = yield from stage.take()
     flights: list[Flight] = []
@@ -190,23 +175,20 @@ def _fetch_one(endpoint: "Endpoint", source: "Source", parts: list[Piece]) -> Ro
     finally:
         source.flights.extend(flights)
         when_quiet(flights, lambda: stage.give(slot))
-    source.send(Fetched(source.id, staged.piece))
+    source.peer.send(Fetched(source.id, staged.piece))
 
 
-def _checked(card: Card, staged: Staged, parts: list[Piece]) -> int:
+def _address(source: "Source", staged: Staged, parts: list[Piece]) -> int:
     """The address at which the producer has staged a piece."""
     if not 0 <= staged.piece < len(parts):
-        raise _wrong(card, f"piece {staged.piece} is not one of {len(parts)}")
-    if not 0 <= staged.slot <= card.stage.nbytes - parts[staged.piece].copies.total:
-        raise _wrong(card, f"slot {staged.slot} is not inside {card.stage.nbytes} bytes")
-    return card.stage.address + staged.slot
+        raise source.fault(f"piece {staged.piece} is not one of {len(parts)}", "transport")
+    stage = source.card.stage
+    if not 0 <= staged.slot <= stage.nbytes - parts[staged.piece].copies.total:
+        raise source.fault(f"slot {staged.slot} is not inside {stage.nbytes} bytes", "transport")
+    return stage.address + staged.slot
 
 
-def _wrong(card: Card, what: str) -> TransferError:
-    return TransferError(f"peer {card.agent!r}: {what}", kind="transport", peer=card.agent)
-
-
-def when_quiet(flights: "list[Flight]", then: Callable[[], None]) -> None:
+def when_quiet(flights: list[Flight], then: Callable[[], None]) -> None:
     """Call `then` once, when the last of the flights is quiet."""
     left = [flight for flight in flights if not flight.is_quiet]
     if left:

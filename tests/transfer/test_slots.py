@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvstow.plan.manifest import encode
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import plan_route
-from kvstow.transfer.move.slots import SLOTS, Stage, pieces
+from kvstow.transfer.slots import SLOTS, Stage, pieces
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, from_json, hybrid_layout, rows_for
 
@@ -27,7 +27,7 @@ def test_pieces_hold_every_byte_of_the_moves_once_and_fit(slot_bytes, num_tokens
     moves = WAY.copies(source, target, num_tokens)
     expected = {d + i: s + i for s, d, n in triples(moves) for i in range(n)}
     found: dict[int, int] = {}
-    for piece in pieces(WAY, source, target, (0, num_tokens), slot_bytes):
+    for piece in pieces(moves, slot_bytes):
         assert piece.at[0] == 0
         copies = piece.copies
         assert (np.diff(piece.at) == copies.nbytes[:-1]).all()
@@ -41,7 +41,7 @@ def test_pieces_hold_every_byte_of_the_moves_once_and_fit(slot_bytes, num_tokens
 
 def test_nothing_to_move_is_no_piece():
     empty = {g: Blocks.first([]) for g in range(len(LAYOUT.groups))}
-    assert pieces(WAY, empty, empty, (0, 0), 64) == []
+    assert pieces(WAY.copies(empty, empty, 0), 64) == []
 
 
 def test_slots_are_handed_out_once_and_whoever_finds_none_waits():

@@ -8,7 +8,7 @@ import pytest
 from kvstow.errors import TransferError
 from kvstow.plan.manifest import encode
 from kvstow.route.copies import Copies
-from kvstow.transfer.move.copies import moved
+from kvstow.transfer.peers.flight import moved
 from kvstow.transfer.transport.base import Kinds
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, hybrid_layout
