@@ -52,6 +52,11 @@ def to_json(blocks: dict[int, Blocks]) -> Listed:
     return {str(g): [b.ids.tolist(), b.index.tolist()] for g, b in blocks.items()}
 
 
+def shares_rows(one: Listed, other: Listed) -> bool:
+    """Whether two lists have a block in common."""
+    return any(set(ids) & set(other.get(g, [[]])[0]) for g, (ids, _) in one.items())
+
+
 def from_json(listed: Listed) -> dict[int, Blocks]:
     return {
         int(g): Blocks(np.array(ids, np.int64), np.array(index, np.int64))
@@ -146,6 +151,7 @@ class Node:
         if is_started:
             self.agent.start()
         self.transfers: dict[int, Any] = {}
+        self._into: dict[int, Listed] = {}
 
     @property
     def address(self) -> str:
@@ -179,10 +185,11 @@ class Node:
 
     def begin_pull(self, tickets: list[str], into: Listed, **how: Any) -> int:
         parsed = [Ticket.parse(ticket) for ticket in tickets]
-        for earlier in self.transfers.values():  # its rows are refused until they are quiet
-            if earlier.done:
+        for number, earlier in self.transfers.items():  # its rows are refused until they are quiet
+            if earlier.done and shares_rows(self._into[number], into):
                 earlier.wait_quiet(15)
         number = len(self.transfers)
+        self._into[number] = into
         self.transfers[number] = self.agent.pull(parsed, into=from_json(into), **how)
         return number
 

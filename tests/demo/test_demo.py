@@ -103,6 +103,7 @@ def test_a_fresh_process_answers_from_the_rows_on_disk(tmp_path):
     assert all("reloaded" in prompt["to_first_token"] for prompt in found["prompts"])
 
 
+@pytest.mark.slow
 def test_a_killed_prefill_process_costs_time_but_not_the_text():
     found = report("--model", "random:jamba", "--kill-prefill")
     assert_identical(found, transfers=1)

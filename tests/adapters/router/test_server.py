@@ -747,11 +747,12 @@ def request_head(length: int) -> bytes:
 
 @contextmanager
 def served(
-    prefill: list[str], decode: list[str], *, keepalive: float = 30.0
+    prefill: list[str], decode: list[str], *, keepalive: float = 30.0, shutdown: float = 1.0
 ) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     """A router of its own process, with its port."""
     start = "import kvstow.cli, kvstow.adapters.router.server as server; "
-    start += f"server.KEEPALIVE_SECONDS = {keepalive}; kvstow.cli.main()"
+    start += f"server.KEEPALIVE_SECONDS, server.SHUTDOWN_SECONDS = {keepalive}, {shutdown}; "
+    start += "kvstow.cli.main()"
     words = [sys.executable, "-c", start, "route-requests", "--port", "0"]
     words += [word for url in prefill for word in ("--prefill", url)]
     words += [word for url in decode for word in ("--decode", url)]

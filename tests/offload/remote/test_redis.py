@@ -207,7 +207,7 @@ def listening():
 
 def client_of(listening):
     port = listening.getsockname()[1]
-    return RedisClient(f"redis://127.0.0.1:{port}/0", "odd", seconds=2.0)
+    return RedisClient(f"redis://127.0.0.1:{port}/0", "odd", seconds=0.5)
 
 
 @pytest.mark.parametrize("verb", ["get", "put", "exists", "delete"])

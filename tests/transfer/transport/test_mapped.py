@@ -300,7 +300,7 @@ def pull_under(zygote: Zygote, dice: random.Random, *, mapped: bool, rounds: int
     """Pulls from a producer that is stopped or killed at any time; how each ended. Every byte of
     the consumer's arena is compared at the end of a pull, and once more later."""
     consumer = Node(encode(BIG), name="consumer", options=MAPPED | {
-        "mapped": mapped, "direction": None if mapped else "read", "transfer_seconds": 3.0,
+        "mapped": mapped, "direction": None if mapped else "read", "transfer_seconds": 1.5,
         "drain_seconds": 0.2, "quarantine_seconds": 0.5})  # fmt: skip
     outcomes: list[str] = []
     process, producer = start(zygote, "p0", mapped)
