@@ -3,11 +3,16 @@
 Changes one thing in a module (a comparison, an operator, a condition, a constant, a result, a
 statement that goes), in a copy of the source, and runs the tests that cover the module. A mutant
 that they let pass survives, and is printed: a test is missing, or the two programs are the same.
+
+With `--write` the run is noted in `mutants.json`, and docs/reference/mutants.md is made from all
+runs that are noted there, each target's last one, and from what `mutants.toml` says of survivors
+that no test can notice.
 """
 
 import argparse
 import ast
 import copy
+import json
 import os
 import secrets
 import shutil
@@ -15,8 +20,10 @@ import signal
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 
@@ -26,6 +33,9 @@ import zmq  # noqa: F401
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
+RUNS = REPOSITORY / "tests" / "mutants.json"
+REASONS = REPOSITORY / "tests" / "mutants.toml"
+PAGE = REPOSITORY / "docs" / "reference" / "mutants.md"
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,31 @@ TARGETS = {
     ),
     "record": Target("offload/disk/format", ("offload/disk/test_format", "offload/disk/test_tier")),
     "tree": Target("offload/disk/tree", ("offload/disk/test_tree", "offload/disk/test_tier")),
+    "recovery": Target(
+        "offload/disk/opening",
+        ("offload/disk/test_opening", "offload/disk/test_faults", "offload/disk/test_tier"),
+    ),
+    "quarantine": Target(
+        "transfer/quarantine", ("transfer/test_quarantine", "transfer/test_isolation")
+    ),
+    "identity": Target("plan/identity", ("plan/test_identity",)),
+    "law": Target(
+        "plan/retention", ("plan/test_retention", "blocks/test_prefix", "laws/test_blocks_prefix")
+    ),
+    "pool": Target(
+        "blocks/pool", ("blocks/test_pool", "blocks/test_slabs", "laws/test_blocks_pool")
+    ),
+    "slabs": Target(
+        "blocks/slabs", ("blocks/test_slabs", "blocks/test_pool", "laws/test_blocks_pool")
+    ),
+    "ledger": Target(
+        "blocks/ledger", ("blocks/test_ledger", "blocks/test_prefix", "laws/test_blocks_ledger")
+    ),
+    "table": Target(
+        "blocks/table", ("blocks/test_table", "blocks/test_ledger", "laws/test_blocks_ledger")
+    ),
+    "digest": Target("memory/digest", ("memory/test_digest", "transfer/test_digests")),
+    "keys": Target("memory/digest_keys", ("memory/test_digest",)),
     "prefix": Target(
         "blocks/prefix", ("blocks/test_prefix", "blocks/test_events", "laws/test_blocks_prefix")
     ),
@@ -146,7 +181,7 @@ def changes(node: ast.AST) -> list[ast.AST]:
 
 @dataclass(frozen=True)
 class Mutant:
-    line: int
+    function: str
     before: str
     after: str
     source: str
@@ -156,13 +191,15 @@ def mutants(source: str, functions: tuple[str, ...]) -> list[Mutant]:
     """Every mutant of a module."""
     tree = ast.parse(source)
     found: dict[str, Mutant] = {}
+    functions_at = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     for node, parent in list(places(tree, functions)):
+        inside = [f.name for f in functions_at if any(node is each for each in ast.walk(f))]
         for changed in changes(node):
             ast.copy_location(changed, node)
             with _Replaced(parent, node, changed):
                 text = ast.unparse(ast.fix_missing_locations(tree))
             before, after = (ast.unparse(each).split("\n")[0] for each in (node, changed))
-            found[text] = Mutant(getattr(node, "lineno", 0), before, after, text)
+            found[text] = Mutant(inside[-1], before, after, text)
     found.pop(ast.unparse(tree), None)
     return list(found.values())
 
@@ -213,8 +250,19 @@ def passes(copied: Path, tests: tuple[str, ...], seconds: float) -> bool:
     return False
 
 
-def survivors(name: str, target: Target, count: int, seed: int, copied: Path) -> list[str]:
-    """Those of `count` mutants that the tests let pass."""
+@dataclass(frozen=True)
+class Run:
+    """What became of one target's mutants: how many were tried, of how many, and who survived."""
+
+    date: str
+    seed: int
+    tried: int
+    every: int
+    survivors: list[list[str]]
+
+
+def run(name: str, target: Target, count: int, seed: int, copied: Path) -> Run:
+    """Try `count` mutants of a target, drawn by the seed."""
     path = copied / "kvstow" / f"{target.module}.py"
     source = path.read_text("utf-8")
     started = time.monotonic()
@@ -222,39 +270,94 @@ def survivors(name: str, target: Target, count: int, seed: int, copied: Path) ->
         raise SystemExit(f"{name}: its tests fail without any change")
     limit = 20 + 5 * (time.monotonic() - started)
     every = mutants(source, target.functions)
-    chosen = Random(seed).sample(every, min(count, len(every)))
-    lived: list[str] = []
+    sample = Random(seed).sample(every, min(count, len(every)))
+    lived: list[list[str]] = []
     try:
-        for mutant in chosen:
+        for mutant in sample:
             path.write_text(mutant.source, "utf-8")
             if passes(copied, target.tests, limit):
-                lived.append(f"{target.module}.py:{mutant.line}: {mutant.before} → {mutant.after}")
-                print(f"    {lived[-1]}", flush=True)
+                lived.append([mutant.function, mutant.before, mutant.after])
+                print(f"    {mutant.function}: {mutant.before} → {mutant.after}", flush=True)
     finally:
         path.write_text(source, "utf-8")
-    print(f"{name:10} {len(chosen)} of {len(every)} mutants, {len(lived)} survive", flush=True)
-    return lived
+    print(f"{name:10} {len(sample)} of {len(every)} mutants, {len(lived)} survive", flush=True)
+    return Run(datetime.now(UTC).date().isoformat(), seed, len(sample), len(every), lived)
+
+
+# ── the page ──────────────────────────────────────────────────────────────────────────
+
+
+def note(name: str, result: Run) -> None:
+    """Note a run in place of the target's last one."""
+    runs = json.loads(RUNS.read_text("utf-8")) if RUNS.exists() else {}
+    runs[name] = vars(result)
+    text = json.dumps({key: runs[key] for key in TARGETS if key in runs}, indent=1)
+    RUNS.write_text(f"{text}\n", "utf-8")
+
+
+def page() -> str:
+    """The page of all noted runs: counts by target, and each survivor with the reason why it is
+    one, or none."""
+    runs = {name: Run(**run) for name, run in json.loads(RUNS.read_text("utf-8")).items()}
+    reasons = tomllib.loads(REASONS.read_text("utf-8"))
+    lines = [
+        HEAD,
+        "| target | module | tried | of | survived | date | seed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | `{TARGETS[name].module}.py` | {r.tried} | {r.every} | {len(r.survivors)} "
+        f"| {r.date} | {r.seed} |"
+        for name, r in runs.items()
+    ]
+    lines += ["", TAIL, "| target | function | change | why |", "|---|---|---|---|"]
+    for name, each in runs.items():
+        for function, before, after in each.survivors:
+            why = reasons.get(name, {}).get(f"{function}: {before} → {after}", "**not explained**")
+            change = f"{before} → {after}".replace("|", "\\|")
+            lines.append(f"| {name} | `{function}` | `` {change} `` | {why} |")
+    return "\n".join([*lines, ""])
+
+
+HEAD = """\
+# Mutants
+
+`scripts/mutants` changes one thing in a module that much rests on (a comparison, an operator, a
+condition, a constant, a result, a statement that goes), in a copy of the source, and runs the tests
+around the module. A change that they let pass is printed: a test is missing, or the two programs do
+the same. `scripts/mutants --count 20 --seed 7 fence ticket` draws twenty per module; with `--write`
+it notes the run and makes this page, which nobody writes by hand.
+"""
+
+TAIL = """\
+These survived. Reasons are in `tests/mutants.toml`; where there is none, a test may be missing.
+"""
 
 
 def main() -> int:
     words = argparse.ArgumentParser(prog="scripts/mutants", description=__doc__.split("\n")[0])
     words.add_argument("--count", type=int, default=20, help="mutants per module")
     words.add_argument("--seed", type=int, default=secrets.randbits(32))
+    words.add_argument("--write", action="store_true", help="note the run, and make the page")
     words.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
-    asked = words.parse_args()
-    unknown = set(asked.targets) - set(TARGETS)
+    options = words.parse_args()
+    unknown = set(options.targets) - set(TARGETS)
     if unknown:
         words.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(TARGETS)}")
     os.chdir(REPOSITORY)
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != SOURCE]
     sys.dont_write_bytecode = True
-    print(f"seed {asked.seed}")
-    lived: list[str] = []
+    print(f"seed {options.seed}")
+    lived = 0
     with tempfile.TemporaryDirectory(prefix="kvstow-mutants-") as folder:
         copied = Path(folder) / "src"
         shutil.copytree(SOURCE, copied, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in asked.targets or TARGETS:
-            lived += survivors(name, TARGETS[name], asked.count, asked.seed, copied)
+        for name in options.targets or TARGETS:
+            result = run(name, TARGETS[name], options.count, options.seed, copied)
+            lived += len(result.survivors)
+            if options.write:
+                note(name, result)
+                PAGE.write_text(page(), "utf-8")
     return 1 if lived else 0
 
 
