@@ -432,6 +432,7 @@ def test_a_disk_that_fails_when_it_is_closed_keeps_nothing_else_open(tmp_path, m
         _ = store.tiers
 
 
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("is_load", [False, True])
 def test_an_interrupted_call_ends_when_nothing_uses_the_blocks_any_more(make, monkeypatch, is_load):
     prompt = Prompt.of(range(8))

@@ -440,6 +440,7 @@ def test_a_limit_on_the_size_of_files_is_a_store_error(tmp_path):
 # ── interrupted ───────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupted_load_ends_when_nothing_writes_to_its_rows_any_more(tmp_path):
     layout = hybrid(content=4096)
     with closing(DiskTier(tmp_path, layout, capacity=64 * MIB)) as tier:
