@@ -54,7 +54,6 @@ def serve(setting: Setting) -> None:
     with Agent(arena, owner, transport=transport, identity=IDENTITY, name="producer") as agent:
         server, meter = agent.server, Meter(transport)
         meter.on(server, "hear")
-        meter.on(server, "opened")
         meter.on(Task, "resume", idle_counts=False)
         meter.on(agent, "offer_blocks")
         print(agent.address, flush=True)

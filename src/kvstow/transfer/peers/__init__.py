@@ -2,7 +2,6 @@
 
 endpoint   our side: arena, counters, engine
 flight     a post of ours, until nothing writes to its memory any more
-blocks     lists of blocks, checked against a layout
 outgoing   an agent that we dial: hello, path, renewals
 incoming   an agent that dialled us
 layouts    layouts of peers, each decoded and compared once
