@@ -29,7 +29,7 @@ from bench.machine import arguments, write
 from kvstow import Agent, Arena, Blocks, Identity, NixlTransport, Ticket
 from kvstow.plan.layout import Layout
 from kvstow.plan.sizing.plan import Deployment
-from kvstow.testing.measure.transfer import Setting, measured
+from kvstow.testing.bench_transfer import Setting, measure_transfer
 from kvstow.transfer.tickets.owner import Generations
 
 IDENTITY = Identity.unverified("bytes of a measurement")
@@ -145,7 +145,7 @@ def main() -> None:
         ("512 rows", base, None),
         ("512 rows, by NIXL", replace(base, repeats=2), "write"),
     ):
-        results[name] = one = measured(setting, direction)
+        results[name] = one = measure_transfer(setting, direction)
         rates = ", ".join(f"{k} {v:.2f}" for k, v in one["gigabytes_per_second"].items())
         print(f"{name}: {one['direction']}: GB/s {rates}", flush=True)
         write(chosen.json, results)

@@ -53,7 +53,7 @@ def transfer(
     if tcp:  # has to be there before NIXL is loaded, here and in the other process
         os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     _check_device(device)
-    from kvstow.testing.measure.transfer import Setting, measured
+    from kvstow.testing.bench_transfer import Setting, measure_transfer
 
     setting = Setting(rows=rows, layers=layers, repeats=repeats, device=device)
     note(
@@ -62,7 +62,9 @@ def transfer(
     )
     logging.getLogger("kvstow").setLevel(logging.ERROR)  # whose bytes these are does not matter
     try:
-        figures = measured(setting, direction, lambda i: note(f"round {i + 1} of {1 + repeats}"))
+        figures = measure_transfer(
+            setting, direction, lambda i: note(f"round {i + 1} of {1 + repeats}")
+        )
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         os._exit(INTERRUPTED)  # NIXL may crash if it is unloaded in the middle of a transfer
@@ -115,7 +117,7 @@ def _text(figures: dict[str, Any]) -> str:
         f"{figures['machine']}\n\n"
         f"{table(columns, lines)}\n\n"
         f"{ratios}\n"
-        f"{figures['overhead_us_per_pull']:,.0f} µs of our own per pull; the digest's sample "
+        f"{figures['overhead_us_per_pull']:,.0f} µs of its own per pull; the digest's sample "
         f"took {100 * figures['digest_sample_cost']:.1f} % (medians)\n"
-        f"{figures['contact_ms']:.1f} ms at first contact, beyond NIXL's own"
+        f"{figures['contact_ms']:.1f} ms at first contact"
     )

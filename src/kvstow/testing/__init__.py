@@ -4,7 +4,8 @@ attention    does an attention kernel honour the strides of packed rows?
 cache_writes does a cache-writing kernel?
 strides      what both are tried on, and what is reported
 tiny_models  models of every family with random weights (needs transformers)
-measure      what `kvstow bench` measures
+bench_transfer, timed_agent
+             what `kvstow bench` measures
 
 Names below are imported when they are first used, so that this package needs neither torch nor
 transformers.
