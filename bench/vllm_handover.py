@@ -25,8 +25,7 @@ import numpy as np
 from bench.machine import arguments, write
 from serving import Launch, Server, free_port, running
 
-from kvstow.demo.packaged import SMOLLM2
-from kvstow.demo.weights import unpacked
+from kvstow.demo.weights import SMOLLM2, unpacked
 
 TOKENS = 768
 PROMPTS = 5

