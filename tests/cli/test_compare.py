@@ -169,11 +169,11 @@ def test_the_page_has_the_lines_of_the_table(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tp", "0"], ["--tp", "1,2,4"]),
+        (["--tp", "0"], ["tp is 0", "65536"]),
         (["--tp", "1,x"], ["--tp"]),
-        (["--tp", "1,1000000"], ["--tp", "1000000", "65536"]),
-        (["--tp", "1,65536", "--pp", "2"], ["--tp", "65536", "32768"]),
-        (["--block-tokens", "16,2000000"], ["--block-tokens", "1048576"]),
+        (["--tp", "1,1000000"], ["tp is 1000000", "65536"]),
+        (["--tp", "1,65536", "--pp", "2"], ["131072"]),
+        (["--block-tokens", "16,2000000"], ["block_tokens is 2000000", "1048576"]),
         (["--block-tokens", "1e3"], ["--block-tokens"]),
         (["--order", "BLHN"], ["--order", "HND"]),
         (["--packing", "loose"], ["--packing", "union"]),

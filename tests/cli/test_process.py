@@ -193,20 +193,14 @@ def test_version_and_help_need_no_model():
         assert max(map(len, described.stdout.splitlines())) <= 80
 
 
-def test_help_lists_every_command_in_one_section():
-    from typer.main import get_command
+def test_help_lists_every_command_in_its_section():
+    from kvstow.cli import SECTIONS
 
-    from kvstow.cli import app
-    from kvstow.cli.output import SECTIONS
-
-    listed = [name for names in SECTIONS.values() for name in names]
-    assert listed == list(dict.fromkeys(listed))
-    assert set(listed) == set(get_command(app).commands)
     shown = run(*KVSTOW, "--help").stdout
     for section, names in SECTIONS.items():
         _, _, below = shown.partition(f"\n{section}:\n")
         lines = below.partition("\n\n")[0].splitlines()
-        assert [line.split()[0] for line in lines] == list(names)
+        assert {line.split()[0] for line in lines} == set(names)
 
 
 def test_the_shell_completes_names_of_models_and_gpus():

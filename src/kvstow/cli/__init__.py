@@ -15,6 +15,7 @@ Commands import what they need inside their functions, so that
 
 import io
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -61,19 +62,20 @@ def kvstow(
     """Plans, packs, pages, moves and keeps KV caches for LLM inference."""
 
 
-app.command("models")(models)
-app.command("plan")(plan)
-app.command("size")(size)
-app.command("compare")(compare)
-app.command("check")(check)
-app.command("route")(route)
-app.command("simulate")(simulate)
-app.command("demo")(demo)
-app.add_typer(bench, name="bench")
-app.command("status")(status)
-app.add_typer(store, name="store")
-app.command("why")(why)
-app.command("route-requests")(route_requests)
+SECTIONS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Plan": {"models": models, "plan": plan, "size": size, "compare": compare, "check": check},
+    "Estimate": {"route": route, "simulate": simulate},
+    "Try and measure": {"demo": demo, "bench": bench},
+    "Operate": {"status": status, "store": store, "why": why, "route-requests": route_requests},
+}
+"""The commands as `kvstow --help` lists them."""
+
+for section, commands in SECTIONS.items():
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, rich_help_panel=section)
+        else:
+            app.command(name, rich_help_panel=section)(command)
 
 
 def main() -> None:

@@ -29,9 +29,7 @@ Tcp = Annotated[bool, typer.Option("--tcp", help="Use TCP on loopback, as betwee
 Device = Annotated[str, typer.Option(help="Where the arenas are: cpu, cuda:0 …")]
 Way = Annotated[
     Literal["read", "write", "slots"] | None,
-    typer.Option(
-        help="Force a direction; without it, the fastest is measured.", show_default=False
-    ),
+    typer.Option(help="Force a direction; without it, the fastest is measured."),
 ]
 
 

@@ -1,15 +1,16 @@
 """`kvstow compare`: one model under many orders, packings, splits, block sizes and dtypes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from kvstow.cli import options
+from kvstow.cli.options import planning
 from kvstow.cli.output import (
     HINT,
     MISUSED,
@@ -21,12 +22,10 @@ from kvstow.cli.output import (
     write_file,
 )
 from kvstow.errors import ModelError, PlanError
-from kvstow.plan.layout import ORDERS, Order, parse_order
+from kvstow.plan.layout import ORDERS, Order
 from kvstow.plan.pack import PACKINGS, Packing
 from kvstow.plan.sizing.capacity import bytes_per_token
 from kvstow.plan.sizing.plan import (
-    MAX_BLOCK_TOKENS,
-    MAX_RANKS,
     USUAL_TOKENS,
     Deployment,
     Plan,
@@ -40,28 +39,69 @@ MOST_LAYOUTS = 1000
 SWEPT = {"tp": "tp", "block_tokens": "tokens", "kv_dtype": "kv dtype"}
 """What may be given several values, and its column."""
 
+T = TypeVar("T")
+
+
+def several(one: Callable[[str], T]) -> Callable[[str], list[T] | None]:
+    """Reads values between commas, each by `one`; None for `all`."""
+
+    def read(text: str) -> list[T] | None:
+        if text.lower() == "all":
+            return None
+        return list(dict.fromkeys(one(each) for each in text.split(",")))
+
+    return read
+
+
+def whole_number(text: str) -> int:
+    if text.isdecimal() and 0 < len(text) <= options.MAX_DIGITS:
+        return int(text)
+    raise typer.BadParameter(f"{text!r} is not a whole number, such as each of 1,2,4")
+
+
+def packing_name(text: str) -> Packing:
+    if text in PACKINGS:
+        return text
+    raise typer.BadParameter(f"{text!r} is none of {', '.join(PACKINGS)}, all")
+
+
 Tps = Annotated[
-    str, typer.Option(metavar="N[,N…]", help="Tensor-parallel ranks; several are compared.")
+    Any,
+    typer.Option(
+        parser=several(whole_number),
+        metavar="N[,N…]",
+        help="Tensor-parallel ranks; several are compared.",
+    ),
 ]
 BlockTokens = Annotated[
-    str | None,
+    Any,
     typer.Option(
+        parser=several(whole_number),
         metavar="N[,N…]",
         help="Tokens per block; several are compared.",
         show_default="16, or the model's own",
     ),
 ]
 KvDtypes = Annotated[
-    str | None,
+    Any,
     typer.Option(
+        parser=several(str),
         metavar="DTYPE[,DTYPE…]",
         help="Element type of the cache; several are compared.",
         show_default="the model's own",
     ),
 ]
-Orders = Annotated[str, typer.Option(metavar="ORDER[,ORDER…]", help="Orders of axes, or all.")]
+Orders = Annotated[
+    Any,
+    typer.Option(
+        parser=several(options.order), metavar="ORDER[,ORDER…]", help="Orders of axes, or all."
+    ),
+]
 PackingNames = Annotated[
-    str, typer.Option(metavar="PACKING[,…]", help="slab, union, separate, or all.")
+    Any,
+    typer.Option(
+        parser=several(packing_name), metavar="PACKING[,…]", help="slab, union, separate, or all."
+    ),
 ]
 
 
@@ -70,7 +110,7 @@ PackingNames = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedLayout:
-    """A layout's figures, or the reason why there is none."""
+    """A layout and its figures, or the reason why there are none."""
 
     tp: int
     block_tokens: int | None
@@ -78,36 +118,45 @@ class ComparedLayout:
     order: Order
     packing: Packing
     error: str | None = None
-    slab_bytes: int = 0
-    num_slabs: int = 0
-    arena_bytes: int = 0
-    padding: float = 0.0
-    descriptors_per_block: dict[str, int] = field(default_factory=dict[str, int])
-    bytes_per_token: int | float = 0
-    requests: dict[str, int] = field(default_factory=dict[str, int])
+    figures: dict[str, Any] = field(default_factory=dict[str, Any])
+    """As in the JSON document."""
+
+    @staticmethod
+    def of(
+        deployment: Deployment, held: RankLayers | str, order: Order, packing: Packing
+    ) -> "ComparedLayout":
+        """The layout of what a rank holds, or the reason why it can hold nothing."""
+        split = {name: getattr(deployment, name) for name in SWEPT}
+        error, figures = None, dict[str, Any]()
+        if isinstance(held, str):
+            error = held
+        else:
+            split |= {"block_tokens": held.block_tokens, "kv_dtype": held.kv_dtype}
+            try:
+                figures = _figures(Plan.of(held.changed(order=order, packing=packing)))
+            except PlanError as problem:
+                error = str(problem)
+        return ComparedLayout(**split, order=order, packing=packing, error=error, figures=figures)
 
     @property
     def copies(self) -> int:
         """Of one block of the worst group."""
-        return max(self.descriptors_per_block.values())
+        return max(self.figures["descriptors_per_block"].values())
 
     @property
     def usual_requests(self) -> int:
-        return self.requests[str(USUAL_TOKENS)]
+        return self.figures["requests"][str(USUAL_TOKENS)]
 
     @property
     def merit(self) -> tuple[float, ...]:
         """Most requests; of equals, fewest copies; of equals, least padding."""
         if self.error is not None or not self.usual_requests:
             return ()
-        return self.usual_requests, -self.copies, -self.padding
+        return self.usual_requests, -self.copies, -self.figures["padding"]
 
     def as_json(self) -> dict[str, Any]:
         document = asdict(self)
-        return {name: document[name] for name in (CHOICE if self.error else document)}
-
-
-CHOICE = (*SWEPT, "order", "packing", "error")
+        return document | document.pop("figures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +253,13 @@ class CompareReport:
     def _cells(self, line: OrderLine) -> list[str]:
         """What a line shows; the slab only where there is room for it."""
         layout, packings = line.layout, {each.packing for each in self.layouts}
+        values = [str(getattr(layout, name)) for name in self.swept]
         is_any = len(packings) > 1 and len(line.packings) == len(packings)
         return [
             " ".join(line.orders),
             "any" if is_any else " ".join(line.packings),
-            *([str(getattr(layout, name)) for name in self.swept] or [human(layout.slab_bytes)]),
-            f"{layout.padding:.2%}",
+            *(values or [human(layout.figures["slab_bytes"])]),
+            f"{layout.figures['padding']:.2%}",
             f"{layout.copies:,}",
             f"{layout.usual_requests:,} {' ←'[self.is_best(layout)]}",
         ]
@@ -248,43 +298,29 @@ class CompareReport:
 
 
 @reporting
+@planning
 def compare(
     context: typer.Context,
-    model: options.ModelName,
+    deployment: Deployment,
+    rank: int,
     tp: Tps = "1",
-    pp: options.Pp = 1,
-    rank: options.Rank = 0,
     block_tokens: BlockTokens = None,
     kv_dtype: KvDtypes = None,
     order: Orders = "all",
     packing: PackingNames = "all",
-    memory: options.Memory = None,
-    num_slabs: options.NumSlabs = None,
-    align: options.Align = None,
     html: options.HtmlFile = None,
 ) -> CompareReport:
     """Layouts, splits and dtypes of a model, side by side.
 
     Exits with 1 if no layout is possible.
     """
+    swept = product(tp, block_tokens or [None], kv_dtype or [None])
     with usage(PlanError):
-        whole = Deployment(
-            model=model,
-            pp=pp,
-            memory=memory,
-            num_slabs=num_slabs,
-            alignment=options.alignment(align or ()),
-        )
-    tps = _numbers("--tp", tp, most=MAX_RANKS // pp)
-    tokens: Sequence[int | None] = [None]
-    if block_tokens:
-        tokens = _numbers("--block-tokens", block_tokens, most=MAX_BLOCK_TOKENS)
-    dtypes = kv_dtype.split(",") if kv_dtype else [None]
-    deployments = [
-        replace(whole, tp=tp, block_tokens=n, kv_dtype=dtype)
-        for tp, n, dtype in product(tps, tokens, dtypes)
-    ]
-    choices = list(product(_orders(order), _packings(packing)))
+        deployments = [
+            replace(deployment, **dict(zip(SWEPT, values, strict=True))) for values in swept
+        ]
+    orders = order or sorted(ORDERS, key=lambda order: order[0])
+    choices = list(product(orders, packing or PACKINGS))
     if len(deployments) * len(choices) > MOST_LAYOUTS:
         refuse(
             f"{len(deployments) * len(choices):,} layouts, {MOST_LAYOUTS:,} at most are compared"
@@ -293,9 +329,7 @@ def compare(
         )
     report = CompareReport(
         first=_first(deployments, rank),
-        layouts=[
-            each for deployment in deployments for each in _compared(deployment, rank, choices)
-        ],
+        layouts=[each for one in deployments for each in _compared(one, rank, choices)],
     )
     if html is not None:
         write_file(html, report.page(command_line(context)), "page")
@@ -317,21 +351,11 @@ def _compared(
     deployment: Deployment, rank: int, choices: Sequence[tuple[Order, Packing]]
 ) -> Iterator[ComparedLayout]:
     """The layouts of one deployment; of one that cannot be, the reason on each."""
-    split = {name: getattr(deployment, name) for name in SWEPT}
-    held: RankLayers | None = None
     try:
         held = deployment.on_rank(rank)
-        split |= {"block_tokens": held.block_tokens, "kv_dtype": held.kv_dtype}
     except (ModelError, PlanError) as error:
-        split["error"] = str(error)
-    for order, packing in choices:
-        figures: dict[str, Any] = {}
-        if held is not None:
-            try:
-                figures = _figures(Plan.of(held.changed(order=order, packing=packing)))
-            except PlanError as error:
-                figures = {"error": str(error)}
-        yield ComparedLayout(order=order, packing=packing, **split, **figures)
+        held = str(error)
+    return (ComparedLayout.of(deployment, held, *choice) for choice in choices)
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
@@ -346,39 +370,3 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "bytes_per_token": plain(bytes_per_token(layout)),
         "requests": {str(USUAL_TOKENS): plan.max_requests(tokens=USUAL_TOKENS)},
     }
-
-
-def _numbers(name: str, text: str, *, most: int) -> list[int]:
-    values = text.split(",")
-    if not all(value.isdecimal() and len(value) <= options.MAX_DIGITS for value in values):
-        raise typer.BadParameter(
-            f"{text!r} is not a list of whole numbers, such as 1,2,4", param_hint=f"'{name}'"
-        )
-    numbers = [int(value) for value in values]
-    if wrong := [number for number in numbers if not 1 <= number <= most]:
-        raise typer.BadParameter(
-            f"{wrong[0]} is not in the range from 1 to {most}, as 1,2,4 are",
-            param_hint=f"'{name}'",
-        )
-    return numbers
-
-
-def _orders(text: str) -> list[Order]:
-    if text.lower() == "all":
-        return sorted(ORDERS, key=lambda order: order[0])
-    try:
-        return list(dict.fromkeys(parse_order(each) for each in text.split(",")))
-    except PlanError as error:
-        raise typer.BadParameter(str(error), param_hint="'--order'") from error
-
-
-def _packings(text: str) -> list[Packing]:
-    if text == "all":
-        return list(PACKINGS)
-    names = text.split(",")
-    wrong = [each for each in names if each not in PACKINGS]
-    if wrong:
-        raise typer.BadParameter(
-            f"{wrong[0]!r} is none of {', '.join(PACKINGS)}, all", param_hint="'--packing'"
-        )
-    return [packing for packing in PACKINGS if packing in names]

@@ -6,16 +6,17 @@ models      `on_rank`: the model that a command plans, with what was assumed sai
 shorthand   `named`: a manifest, or `MODEL@tp=2,order=BHLNC`
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import signature
 from math import lcm
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvstow.cli.output import MISUSED, STDOUT, note, refuse, usage
+from kvstow.cli.output import MISUSED, STDOUT, note, refuse, usage, with_options
 from kvstow.errors import ManifestError, PlanError
 from kvstow.plan.layout import Layout, Order, parse_order
 from kvstow.plan.pack import Alignment, Demand, Packing
@@ -79,10 +80,7 @@ def complete_model(start: str) -> list[str]:
 
 
 ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_model
-    ),
+    str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)
 ]
 Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")]
 Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages.")]
@@ -128,10 +126,7 @@ Memory = Annotated[
     ),
 ]
 NumSlabs = Annotated[
-    int | None,
-    typer.Option(
-        min=2, max=MAX_SLABS, help="Slabs of the arena, in place of --memory.", show_default=False
-    ),
+    int | None, typer.Option(min=2, max=MAX_SLABS, help="Slabs of the arena, in place of --memory.")
 ]
 Align = Annotated[
     list[str] | None,
@@ -141,23 +136,49 @@ Align = Annotated[
         show_default=f"page={_USUAL.page} row={_USUAL.row} base={_USUAL.base}",
     ),
 ]
-Name = Annotated[
-    str | None, typer.Option(help="Name to show in place of the model's own.", show_default=False)
-]
+Name = Annotated[str | None, typer.Option(help="Name to show in place of the model's own.")]
 ManifestFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
         help="Write the layout's manifest to FILE; - is stdout, in place of the report.",
-        show_default=False,
     ),
 ]
 HtmlFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Write it as a self-contained page to FILE.", show_default=False
-    ),
+    Path | None, typer.Option(metavar="FILE", help="Write it as a self-contained page to FILE.")
 ]
+
+
+def planning(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with the options of a deployment, but for those that it has of its own: it gets
+    them as `deployment` and `rank`. Ends with 2 on values that contradict each other."""
+
+    def run(**values: Any) -> Any:
+        chosen = {name: values.pop(name) for name in shared if name not in own}
+        rank = chosen.pop("rank")
+        chosen["alignment"] = alignment(chosen.pop("align") or ())
+        with usage(PlanError):
+            deployment = Deployment(**chosen)
+        return command(deployment=deployment, rank=rank, **values)
+
+    own = dict(signature(command).parameters)
+    del own["deployment"], own["rank"]
+    shared = signature(_deployment_options).parameters
+    return with_options(run, command, {**own, **shared, **own})
+
+
+def _deployment_options(
+    model: ModelName,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    rank: Rank = 0,
+    block_tokens: BlockTokens = None,
+    kv_dtype: KvDtype = None,
+    memory: Memory = None,
+    num_slabs: NumSlabs = None,
+    align: Align = None,
+) -> None:
+    """What `planning` adds to a command."""
 
 
 # ── models ──────────────────────────────────────────────────────────────────────────

@@ -9,11 +9,11 @@ import errno
 import json as json_format
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from inspect import Parameter, signature
+from functools import update_wrapper
+from inspect import Parameter, Signature, signature
 from math import inf
 from pathlib import Path
 from shlex import join
@@ -45,15 +45,6 @@ EXTRAS = {
 """Modules that are not always there, and the extra that installs each."""
 
 
-SECTIONS = {
-    "Plan": ("models", "plan", "size", "compare", "check"),
-    "Estimate": ("route", "simulate"),
-    "Try and measure": ("demo", "bench"),
-    "Operate": ("status", "store", "why", "route-requests"),
-}
-"""The commands as `kvstow --help` lists them."""
-
-
 # ── commands ──────────────────────────────────────────────────────────────────────────
 
 
@@ -71,11 +62,12 @@ class Commands(CommandGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The commands of each section, with what they do."""
         width = max(map(len, self.commands))
-        for section, names in SECTIONS.items():
-            lines = [
-                (name.ljust(width), self.commands[name].get_short_help_str(formatter.width - width))
-                for name in names
-            ]
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            section: str = getattr(command, "rich_help_panel", "")
+            line = name.ljust(width), command.get_short_help_str(formatter.width - width)
+            sections.setdefault(section, []).append(line)
+        for section, lines in sections.items():
             with formatter.section(section):
                 formatter.write_dl(lines)
 
@@ -141,7 +133,6 @@ class Document:
 def reporting(command: Callable[..., Report | Document]) -> Callable[..., None]:
     """The command with --json: it prints the report that it makes."""
 
-    @wraps(command)
     def run(*, json: bool, **options: Any) -> None:
         report = command(**options)
         show(report, json=json)
@@ -149,13 +140,18 @@ def reporting(command: Callable[..., Report | Document]) -> Callable[..., None]:
         if failure is not None:
             refuse(failure, code=FAILED)
 
-    shape = signature(command)
     option = Parameter("json", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
-    shape = shape.replace(
-        parameters=[*shape.parameters.values(), option], return_annotation=Parameter.empty
-    )
-    run.__signature__ = shape  # pyright: ignore[reportAttributeAccessIssue]
-    run.__annotations__ = {each.name: each.annotation for each in shape.parameters.values()}
+    return with_options(run, command, {**signature(command).parameters, "json": option})
+
+
+def with_options(
+    run: Callable[..., Any], command: Callable[..., Any], options: Mapping[str, Parameter]
+) -> Callable[..., Any]:
+    """`run` under the command's name, with these options."""
+    update_wrapper(run, command)
+    parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in options.values()]
+    run.__signature__ = Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    run.__annotations__ = {name: each.annotation for name, each in options.items()}
     return run
 
 

@@ -1,13 +1,14 @@
 """`kvstow models`, `plan` and `check`: known models, the layout of one, a manifest's laws."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvstow.cli import options
+from kvstow.cli.options import planning
 from kvstow.cli.output import (
     FAILED,
     STDOUT,
@@ -16,10 +17,9 @@ from kvstow.cli.output import (
     refuse,
     reporting,
     slow_progress,
-    usage,
     write_file,
 )
-from kvstow.errors import LayoutError, ManifestError, PlanError
+from kvstow.errors import LayoutError, ManifestError
 from kvstow.plan.retention import short_name
 from kvstow.plan.sizing.capacity import (
     bytes_per_token,
@@ -43,9 +43,7 @@ from kvstow.text import human, plural, table
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="WORD",
-        help="Show only models with every WORD in their name, alias or family.",
-        show_default=False,
+        metavar="WORD", help="Show only models with every WORD in their name, alias or family."
     ),
 ]
 LEGEND = (
@@ -95,9 +93,7 @@ def _context(model: dict[str, Any]) -> str:
 
 # ── check ─────────────────────────────────────────────────────────────────────────────
 
-File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="A manifest; - reads stdin.", show_default=False)
-]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A manifest; - reads stdin.")]
 
 
 @reporting
@@ -247,38 +243,19 @@ def _exact(nbytes: int | float) -> str:
 
 
 @reporting
+@planning
 def plan(
-    model: options.ModelName,
-    tp: options.Tp = 1,
-    pp: options.Pp = 1,
-    rank: options.Rank = 0,
-    block_tokens: options.BlockTokens = None,
-    kv_dtype: options.KvDtype = None,
+    deployment: Deployment,
+    rank: int,
     order: options.OrderName = "BLHNC",
     packing: options.PackingName = "slab",
-    memory: options.Memory = None,
-    num_slabs: options.NumSlabs = None,
-    align: options.Align = None,
     tokens: Tokens = None,
     name: options.Name = None,
     manifest: options.ManifestFile = None,
     html: options.HtmlFile = None,
 ) -> PlanReport | Document:
     """The layout of a model, what it costs and what fits."""
-    with usage(PlanError):
-        deployment = Deployment(
-            model=model,
-            name=name,
-            tp=tp,
-            pp=pp,
-            block_tokens=block_tokens,
-            kv_dtype=kv_dtype,
-            order=order,
-            packing=packing,
-            memory=memory,
-            num_slabs=num_slabs,
-            alignment=options.alignment(align or ()),
-        )
+    deployment = replace(deployment, order=order, packing=packing, name=name)
     made = Plan.of(options.on_rank(deployment, rank))
     if html is not None:
         from kvstow.render.plan_page import plan_page

@@ -31,13 +31,8 @@ CHANGES = {"from": "another order in FROM", "to": "another order in TO", "both":
 
 SPEC_HELP = "A manifest, or MODEL@tp=2,pp=1,rank=0,order=BHLNC,block_tokens=64,packing=slab."
 
-From = Annotated[str, typer.Argument(metavar="FROM", help=SPEC_HELP, show_default=False)]
-To = Annotated[
-    str,
-    typer.Argument(
-        metavar="TO", help="Likewise; rank 0 unless rank= is given.", show_default=False
-    ),
-]
+From = Annotated[str, typer.Argument(metavar="FROM", help=SPEC_HELP)]
+To = Annotated[str, typer.Argument(metavar="TO", help="Likewise; rank 0 unless rank= is given.")]
 LinkName = Annotated[
     str,
     typer.Option(

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.options import on_rank
+from kvstow.cli.options import on_rank, planning
 from kvstow.cli.output import command_line, reporting, slow_progress, usage, write_file
-from kvstow.errors import PlanError, TraceError
+from kvstow.errors import TraceError
 from kvstow.plan.sizing.plan import Deployment, RankLayers
 
 if TYPE_CHECKING:
@@ -67,9 +67,11 @@ StepSeconds = Annotated[float, typer.Option(min=0.0001, help="Shortest time that
 
 
 @reporting
+@planning
 def simulate(
     context: typer.Context,
-    model: options.ModelName,
+    deployment: Deployment,
+    rank: int,
     trace: TraceName = "chat",
     policy: PolicyName = "slab",
     requests: NumRequests = 1000,
@@ -80,14 +82,6 @@ def simulate(
     prefill_rate: PrefillRate = 10_000.0,
     decode_rate: DecodeRate = float("inf"),
     step_seconds: StepSeconds = 0.025,
-    tp: options.Tp = 1,
-    pp: options.Pp = 1,
-    rank: options.Rank = 0,
-    block_tokens: options.BlockTokens = None,
-    kv_dtype: options.KvDtype = None,
-    memory: options.Memory = None,
-    num_slabs: options.NumSlabs = None,
-    align: options.Align = None,
     html: options.HtmlFile = None,
 ) -> "SimulationReport":
     """Replay requests: time to first token, hits, waste.
@@ -97,17 +91,6 @@ def simulate(
     """
     from kvstow.simulate import MIXES, Pace, SimulationReport
 
-    with usage(PlanError):
-        deployment = Deployment(
-            model=model,
-            tp=tp,
-            pp=pp,
-            block_tokens=block_tokens,
-            kv_dtype=kv_dtype,
-            memory=memory,
-            num_slabs=num_slabs,
-            alignment=options.alignment(align or ()),
-        )
     held = on_rank(deployment, rank)
     pace = Pace(
         prefill_rate=prefill_rate,

@@ -27,8 +27,7 @@ Tokens = Annotated[int, typer.Option(min=1, help="Length of a request in tokens.
 OutputTokens = Annotated[
     int,
     typer.Option(
-        min=0,
-        help="How many of them are generated: requests hold half of these on average.",
+        min=0, help="How many of them are generated: requests hold half of these on average."
     ),
 ]
 SharedTokens = Annotated[
@@ -49,7 +48,6 @@ Gpus = Annotated[
         autocompletion=complete_gpu,
         help="h100, h200, b200, a100, l40s, rtx-4090, mi300x …, or a GPU's memory; several are "
         "answered one by one.",
-        show_default=False,
     ),
 ]
 WeightsBytes = Annotated[

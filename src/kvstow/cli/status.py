@@ -30,24 +30,14 @@ Addresses = Annotated[
         metavar="ADDRESS",
         help="Agents (tcp://HOST:PORT, dns://NAME:PORT) or Prometheus endpoints "
         "(http://HOST:PORT/metrics).",
-        show_default=False,
     ),
 ]
 Watch = Annotated[
     float | None,
-    typer.Option(
-        min=0.1,
-        max=86_400,
-        metavar="SECONDS",
-        help="Refresh every SECONDS, with rates.",
-        show_default=False,
-    ),
+    typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="Refresh every SECONDS, with rates."),
 ]
 KeysFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Key file; needed if the agents use keys.", show_default=False
-    ),
+    Path | None, typer.Option(metavar="FILE", help="Key file; needed if the agents use keys.")
 ]
 
 MISSES = {

@@ -50,19 +50,12 @@ def _age(text: str) -> float:
 
 
 Place = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR|URL", help="The store's directory, or s3://…, redis://…", show_default=False
-    ),
+    str, typer.Argument(metavar="DIR|URL", help="The store's directory, or s3://…, redis://…")
 ]
 
-Directories = Annotated[
-    list[Path], typer.Argument(metavar="DIR", help="The stores of all ranks.", show_default=False)
-]
-NewStore = Annotated[Path, typer.Option(metavar="DIR", help="The new store.", show_default=False)]
-NewLayout = Annotated[
-    Path, typer.Option(metavar="FILE", help="Manifest of the new layout.", show_default=False)
-]
+Directories = Annotated[list[Path], typer.Argument(metavar="DIR", help="The stores of all ranks.")]
+NewStore = Annotated[Path, typer.Option(metavar="DIR", help="The new store.")]
+NewLayout = Annotated[Path, typer.Option(metavar="FILE", help="Manifest of the new layout.")]
 Capacity = Annotated[
     int | None,
     typer.Option(
@@ -78,25 +71,18 @@ PruneTo = Annotated[
         parser=options.size,
         metavar="SIZE",
         help="Largest size of the data files, or of all rows of a remote store.",
-        show_default=False,
     ),
 ]
 TenantTo = Annotated[
     int | None,
     typer.Option(
-        parser=options.size,
-        metavar="SIZE",
-        help="Largest size of each tenant's rows (remote).",
-        show_default=False,
+        parser=options.size, metavar="SIZE", help="Largest size of each tenant's rows (remote)."
     ),
 ]
 OlderThan = Annotated[
     float | None,
     typer.Option(
-        parser=_age,
-        metavar="AGE",
-        help="Drop rows older than AGE, such as 12h or 7d (remote).",
-        show_default=False,
+        parser=_age, metavar="AGE", help="Drop rows older than AGE, such as 12h or 7d (remote)."
     ),
 ]
 

@@ -25,9 +25,7 @@ PATIENCE = 10
 Place = Annotated[
     str,
     typer.Argument(
-        metavar="DIR|URL",
-        help="The store's directory, or s3://…, redis://… with --journal.",
-        show_default=False,
+        metavar="DIR|URL", help="The store's directory, or s3://…, redis://… with --journal."
     ),
 ]
 TokenIds = Annotated[
@@ -35,40 +33,28 @@ TokenIds = Annotated[
     typer.Option(
         metavar="IDS",
         help="The prompt as token ids: a JSON list, a file that holds one, or - for stdin.",
-        show_default=False,
     ),
 ]
-Text = Annotated[
-    str | None, typer.Option(help="The prompt as text; needs --tokenizer.", show_default=False)
-]
+Text = Annotated[str | None, typer.Option(help="The prompt as text; needs --tokenizer.")]
 TokenizerFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="A folder with tokenizer.json.", show_default=False),
+    Path | None, typer.Option(metavar="DIR", help="A folder with tokenizer.json.")
 ]
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR",
-        help="The model that asks; its identity is compared with the store's.",
-        show_default=False,
+        metavar="DIR", help="The model that asks; its identity is compared with the store's."
     ),
 ]
 Salt = Annotated[str, typer.Option(help="The request's cache salt.")]
 Adapter = Annotated[str, typer.Option(help="The request's adapter.")]
 JournalFolder = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Journal of the stored prompts, if it is not in the store.",
-        show_default=False,
-    ),
+    typer.Option(metavar="DIR", help="Journal of the stored prompts, if it is not in the store."),
 ]
 IdentityDigits = Annotated[
     str,
     typer.Option(
-        metavar="DIGITS",
-        help="First digits of the identity, if a remote store holds several.",
-        show_default=False,
+        metavar="DIGITS", help="First digits of the identity, if a remote store holds several."
     ),
 ]
 
