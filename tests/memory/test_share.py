@@ -15,7 +15,6 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
 from kvstow.memory.share import (
     Mapping,
-    Process,
     SharedArena,
     SharedCounters,
     SharedFile,
@@ -117,9 +116,9 @@ def test_rows_are_copied_out_of_a_mapping_and_nothing_else_is_touched(peer):
 
 def test_the_bytes_of_a_killed_process_stay_as_they_were(peer):
     mapping = Mapping(peer.shared, small(), CPU)
-    assert not mapping.process.is_gone
+    assert not mapping.is_gone
     peer.kill()
-    assert mapping.process.is_gone
+    assert mapping.is_gone
     assert torch.equal(mapping.arena.bytes, expected(mapping.arena.nbytes))
     with pytest.raises(NotShared, match="No such process"):
         Mapping(peer.shared, small(), CPU)
@@ -172,18 +171,6 @@ def test_counters_are_zero_at_first_and_eight_bytes_each():
         counters = SharedCounters(count)
         assert counters.numbers.dtype == np.int64
         assert counters.numbers.tolist() == [0] * count
-
-
-def test_a_process_is_gone_when_it_has_ended_and_a_number_without_one_is_refused():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    known = Process(child.pid)
-    assert not known.is_gone
-    child.communicate(b"\n")
-    assert known.is_gone
-    known.close()
-    known.close()
-    with pytest.raises(NotShared):
-        Process(child.pid)
 
 
 def test_a_node_has_one_name():

@@ -1,9 +1,7 @@
 """Bytes on one machine. Needs torch.
 
-arena          one allocation shaped by a layout, and views into it
+arena          one allocation shaped by a layout, and views into it; or an engine's own memory
 allocate       where its bytes come from: host, pinned, near a device, on a device
-adopt          memory that an engine has allocated, checked against a layout
-dtypes         element types, ours and torch's
 share          the arena of another process of this node, mapped
 copy           whole blocks, or the copies of a route, between two arenas
 cuda           how such a copy runs where a CUDA device is involved

@@ -12,7 +12,6 @@ import ctypes
 import mmap
 import os
 import platform
-import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -116,20 +115,6 @@ class _Foreign:
             "data": (address, False),
             "version": 3,
         }
-
-
-def huge_page_bytes(tensor: torch.Tensor) -> int:
-    """How many bytes of the mapping that holds a host tensor lie on huge pages by now."""
-    address, total = tensor.data_ptr(), 0
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if bounds:
-            start, end = (int(bound, 16) for bound in bounds.groups())
-            inside = start < address + tensor.nbytes and address < end
-        elif inside and line.startswith(("AnonHugePages:", "ShmemPmdMapped:")):
-            total += int(line.split()[1]) * 1024
-    return total
 
 
 def _mapped(

@@ -4,6 +4,7 @@ Every view is `base + offset + Σ index · stride`, exactly the numbers of the l
 same storage: nothing is allocated, and a write through one view is seen through all.
 """
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -11,21 +12,47 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstow.errors import ArenaError, BlockError, SpecError
-from kvstow.memory.adopt import AxisNames, Tensors, adopted
-from kvstow.memory.allocate import (
-    bytes_at,
-    device_bytes,
-    host_bytes,
-    huge_page_bytes,
-)
-from kvstow.memory.dtypes import NUMPY_LACKS, TORCH_TYPES, page_type
+from kvstow.errors import ArenaError, BlockError, MemoryLayoutError, SpecError
+from kvstow.memory.allocate import bytes_at, device_bytes, host_bytes
 from kvstow.plan.layout import Layout
-from kvstow.plan.spec import LayerSpec
-from kvstow.plan.view import Ints, Run, View
+from kvstow.plan.sharing import Strip
+from kvstow.plan.spec import DType, LayerSpec
+from kvstow.plan.view import Axis, Ints, Run, View
 
 POISON = 0xFF
 """Every floating-point type reads this byte, repeated, as not-a-number."""
+
+TORCH_TYPES: Mapping[DType, torch.dtype] = {
+    DType.FLOAT64: torch.float64,
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT8_E4M3: torch.float8_e4m3fn,
+    DType.FLOAT8_E5M2: torch.float8_e5m2,
+    DType.FLOAT4_E2M1: torch.uint8,
+    DType.INT32: torch.int32,
+    DType.INT8: torch.int8,
+    DType.UINT8: torch.uint8,
+    DType.INT4: torch.uint8,
+}
+"""4-bit elements are bytes, two each."""
+
+RAW_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What stands for elements of several types, by their bytes."""
+
+NUMPY_LACKS = {
+    torch.bfloat16: torch.uint16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+
+Tensors = Mapping[str, torch.Tensor]
+"""An engine's tensors by the names of their layers."""
+
+AxisNames = Sequence[str] | Mapping[str, Sequence[str]]
+"""Names of the tensors' axes as they stand: `block`, `head`, `token` and `content`; `block` and
+`content` alone for pages of several sections. One sequence for all tensors, or one for each.
+`head` and `token` may be missing where there is one."""
 
 
 class Arena:
@@ -88,11 +115,11 @@ class Arena:
 
         `axes` names each tensor's axes as they stand. The arena keeps the tensors alive.
         """
-        engine = adopted(_planned(layout), tensors, axes=axes)
-        memory = bytes_at(engine.address, layout.nbytes, engine.tensors[0].device)
-        arena = cls.over(layout, memory)
-        arena.regions = engine.regions
-        arena._kept = engine.tensors
+        base = _base_of(_planned(layout), tensors, axes)
+        kept = tuple(tensors.values())
+        arena = cls.over(layout, bytes_at(base, layout.nbytes, kept[0].device))
+        arena.regions = _regions(layout, tensors)
+        arena._kept = kept
         return arena
 
     def _take(self, layout: Layout, memory: torch.Tensor | None = None) -> None:
@@ -140,11 +167,6 @@ class Arena:
     def is_closed(self) -> bool:
         """Whether its memory was let go of."""
         return self._bytes is None
-
-    @property
-    def huge_page_bytes(self) -> int:
-        """Bytes of host memory that the system has put on huge pages by now."""
-        return huge_page_bytes(self.bytes)
 
     # ── views ─────────────────────────────────────────────────────────────────────
 
@@ -208,8 +230,9 @@ class Arena:
         blocks = self.checked(number, ids)
         for strip in self.layout.footprints[number].strips:
             if self.device.type == "cpu":
-                starts = strip.offset + blocks * strip.stride
-                _fill_host(self.bytes.numpy(), starts, strip.nbytes, value)
+                memory = self.bytes.numpy()
+                for start in (strip.offset + blocks * strip.stride).tolist():
+                    memory[start : start + strip.nbytes] = value
                 continue
             rows = self.bytes.as_strided(
                 (strip.count, strip.nbytes),
@@ -225,6 +248,16 @@ class Arena:
             names = [placed.group.name for placed in self.layout.groups]
             raise BlockError(f"no group {number}: the layout has {len(names)}, {names}")
         return number
+
+    def only_group(self) -> int:
+        """The number of the only group, 0. BlockError where there are several."""
+        names = [placed.group.name for placed in self.layout.groups]
+        if len(names) > 1:
+            raise BlockError(
+                f"the layout has {len(names)} groups, and each has blocks of its own: {names}\n\n"
+                f"hint: name the group, such as {names[0]!r}"
+            )
+        return 0
 
     def checked(self, group: int | str, ids: npt.ArrayLike) -> Ints:
         """The ids as an array, once it is certain that the group has such blocks."""
@@ -278,6 +311,134 @@ def _planned(layout: Layout) -> Layout:
     return layout
 
 
-def _fill_host(memory: npt.NDArray[np.uint8], starts: Ints, nbytes: int, value: int) -> None:
-    for start in starts.tolist():
-        memory[start : start + nbytes] = value
+def page_type(spec: LayerSpec) -> torch.dtype:
+    """The fields' element type where they have one; integers as wide, or bytes, otherwise."""
+    kinds = {TORCH_TYPES[field.dtype] for field in spec.fields}
+    units = {field.dtype.unit for field in spec.fields}
+    if len(kinds) == 1:
+        return kinds.pop()
+    return RAW_TYPES[units.pop() if len(units) == 1 else 1]
+
+
+# ── memory that an engine has allocated ───────────────────────────────────────────────────────
+
+# Nothing is guessed from shapes. The caller names the axes of every tensor as they stand; what the
+# numbers then contradict is refused, with both of them.
+#
+#     one tensor per layer        base ┃ L0: 0 1 2 … ┃  (not ours)  ┃ L1: 0 1 2 … ┃
+#     one buffer for all layers   base ┃ row 0: L0 L1 ┃ row 1: L0 L1 ┃
+
+
+def _base_of(layout: Layout, tensors: Tensors, axes: AxisNames) -> int:
+    """The lowest address of tensors that hold the layout exactly."""
+    _check_named(layout, tensors)
+    names = {name: _axis_names(name, tensor, axes) for name, tensor in tensors.items()}
+    _check(
+        text
+        for name, tensor in tensors.items()
+        for text in _contradictions(layout, name, tensor, names[name])
+    )
+    bases = {
+        tensor.data_ptr() - layout.layers[name][2][0].offset for name, tensor in tensors.items()
+    }
+    low, high = min(bases), max(bases)
+    if low < high:
+        raise MemoryLayoutError(
+            f"tensors do not lie as the layout says: their bases are {low} and {high}, "
+            f"{high - low} bytes apart"
+        )
+    if low % layout.base_align:
+        raise MemoryLayoutError(f"memory starts at {low}, not at a multiple of {layout.base_align}")
+    strips = [strip for footprint in layout.footprints for strip in footprint.strips]
+    _check(text for strip in strips for text in _outside(strip, tensors.values(), low))
+    return low
+
+
+def _check_named(layout: Layout, tensors: Tensors) -> None:
+    if not isinstance(tensors, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MemoryLayoutError(
+            f"tensors are {type(tensors).__name__}, not by the names of their layers"
+            "\n\nhint: {'layers.0': tensor, …}"
+        )
+    if set(tensors) != set(layout.layers):
+        raise MemoryLayoutError(
+            f"tensors for layers that no group has: {sorted(set(tensors) - set(layout.layers))[:8]}"
+            f"; layers without a tensor: {sorted(set(layout.layers) - set(tensors))[:8]}"
+        )
+    places = {tensor.device for tensor in tensors.values()}
+    if len(places) > 1:
+        raise MemoryLayoutError(f"tensors on several devices: {sorted(map(str, places))}")
+
+
+def _axis_names(layer: str, tensor: torch.Tensor, axes: AxisNames) -> tuple[str, ...]:
+    if isinstance(axes, Mapping) and layer not in axes:
+        raise MemoryLayoutError(f"no axes are named for layer {layer!r}, only for {list(axes)[:8]}")
+    names = tuple(axes[layer] if isinstance(axes, Mapping) else axes)
+    if len(names) != tensor.ndim or len(set(names)) < len(names) or "block" not in names:
+        raise MemoryLayoutError(
+            f"layer {layer!r}: a tensor of {tensor.ndim} axes {tuple(tensor.shape)} is said "
+            f"to have {len(names)}: {names}\n\nhint: name each once, `block` among them"
+        )
+    return names
+
+
+def _contradictions(
+    layout: Layout, layer: str, tensor: torch.Tensor, names: tuple[str, ...]
+) -> Iterator[str]:
+    """How one tensor differs from what the layout says of it."""
+    spec = layout.layers[layer][1]
+    if tensor.dtype not in (torch.uint8, page_type(spec)):
+        yield f"layer {layer!r}: elements are {tensor.dtype}, the layout has {page_type(spec)}"
+        return
+    unit = tensor.element_size()
+    view = layout.view(layer) if len(spec.sections) == 1 else layout.page(layer)
+    content = Axis("content", view.axis("content").size * view.unit // unit, unit)
+    expected = {axis.name: axis for axis in (*view.axes, content)}
+    sizes = zip(names, tensor.shape, tensor.stride(), strict=True)
+    real = {name: Axis(name, size, stride * unit) for name, size, stride in sizes}
+    for name in real.keys() - expected.keys():
+        yield f"layer {layer!r}: there is no axis {name!r} among {list(expected)}"
+    for name, axis in expected.items():
+        size, stride = (real[name].size, real[name].stride) if name in real else (1, axis.stride)
+        if size != axis.size:
+            yield f"layer {layer!r}: axis {name!r} has {size} elements, the layout {axis.size}"
+        elif size > 1 and stride != axis.stride:
+            yield (
+                f"layer {layer!r}: axis {name!r} has a stride of {stride} bytes, "
+                f"the layout {axis.stride}"
+            )
+
+
+def _outside(strip: Strip, tensors: Iterable[torch.Tensor], base: int) -> Iterator[str]:
+    """A strip that no allocation holds from end to end."""
+    start, end = base + strip.hull.offset, base + strip.hull.end
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    if not any(s.data_ptr() <= start and end <= s.data_ptr() + s.nbytes() for s in storages):
+        yield (
+            f"no tensor's memory holds the {end - start} bytes at {start}: runs of {strip.nbytes} "
+            f"bytes every {strip.stride}"
+        )
+
+
+def _regions(layout: Layout, tensors: Tensors) -> tuple[Run, ...]:
+    """The fewest runs of real memory that hold all layers: one per allocation."""
+    bounds: dict[int, list[int]] = {}
+    for layer, tensor in tensors.items():
+        for section in range(len(layout.layers[layer][1].sections)):
+            view = layout.view(layer, section)
+            bounds.setdefault(tensor.untyped_storage().data_ptr(), []).extend(
+                (view.offset, view.end)
+            )
+    regions: list[Run] = []
+    for low, high in sorted((min(each), max(each)) for each in bounds.values()):
+        if regions and low < regions[-1].end:  # allocations that overlap are one
+            last = regions.pop()
+            low, high = last.offset, max(last.end, high)
+        regions.append(Run(low, high - low))
+    return tuple(regions)
+
+
+def _check(contradictions: Iterable[str]) -> None:
+    """MemoryLayoutError that lists them, if there are any."""
+    if text := "\n".join(contradictions):
+        raise MemoryLayoutError(text)

@@ -12,7 +12,7 @@ given by then. Nothing is copied before all of it has been found to lie inside b
 from collections.abc import Callable
 from ctypes import c_char, memmove
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from kvstow.plan.view import Ints, Run
 from kvstow.route.copies import Copies, cut, merged
 
 Method = Literal["memmove", "batch", "kernel", "plain"]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,16 +43,16 @@ class CopyHandle:
 
     def poll(self) -> bool:
         """Whether all bytes have arrived. Raises CopyError once it is known that they won't."""
-        return self.work is None or self._asked(self.work.over)
+        return self.work is None or self._checked(self.work.event.query)
 
     def wait(self) -> None:
         """Return when all bytes have arrived; CopyError if they don't."""
         if self.work is not None:
-            self._asked(self.work.wait)
+            self._checked(self.work.event.synchronize)
 
-    def _asked(self, question: Callable[[], bool]) -> bool:
+    def _checked(self, call: Callable[[], Result]) -> Result:
         try:
-            return question()
+            return call()
         except RuntimeError as error:  # what torch raises for any CUDA error
             raise CopyError(
                 f"{self.num_copies} copies, {self.nbytes} bytes, {self.source.device} → "
@@ -95,14 +96,20 @@ def copy(
     if copies is None:
         assert blocks is not None
         assert into is not None
-        number = source.group(_only_group(source.layout) if group is None else group)
+        number = source.only_group() if group is None else source.group(group)
         copies = block_copies(source.layout, number, blocks, into, destination.layout)
-    checked = _checked(source, destination, _whole_numbers(copies))
-    num_copies, nbytes = len(checked), checked.total
-    mean = nbytes // max(1, num_copies)
-    chosen = choose_method(source, destination, mean) if method == "auto" else method
-    work = _started(source, destination, checked, chosen, stream)
-    return CopyHandle(source, destination, num_copies, nbytes, chosen, work)
+    copies = _checked(source, destination, copies)
+    num_copies, nbytes = len(copies), copies.total
+    if method == "auto":
+        method = choose_method(source, destination, nbytes // max(1, num_copies))
+    if (source.device.type == destination.device.type == "cpu") != (method == "memmove"):
+        raise CopyError(f"{method!r} does not copy from {source.device} to {destination.device}")
+    work = None
+    if method == "memmove":
+        _copy_on_host(copies.moved(source.address, destination.address))
+    else:
+        work = cuda.start(source, destination, copies, method, stream)
+    return CopyHandle(source, destination, num_copies, nbytes, method, work)
 
 
 # ── whole blocks ──────────────────────────────────────────────────────────────────────────
@@ -120,8 +127,12 @@ def block_copies(
     `destination` is the other arena's layout where it has another number of blocks.
     """
     other = layout if destination is None else destination
-    if other is not layout:
-        _check_same_rows(layout, other, group)
+    if other is not layout and _row(layout, group) != _row(other, group):
+        name = layout.groups[group].group.name
+        raise CopyError(
+            f"group {name!r}: rows of the two arenas differ ({layout.order}, {other.order})\n\n"
+            f"hint: copy(a, b, plan_route(a.layout, b.layout).copies(here, there, num_tokens))"
+        )
     sources, places = checked_ids(layout, group, blocks), checked_ids(other, group, into)
     if sources.shape != places.shape:
         raise BlockError(f"{sources.size} source blocks, {places.size} destination blocks")
@@ -134,29 +145,10 @@ def block_copies(
     return merged(copies, by="source")
 
 
-def _only_group(layout: Layout) -> int:
-    names = [placed.group.name for placed in layout.groups]
-    if len(names) > 1:
-        raise BlockError(
-            f"the layout has {len(names)} groups, and each has blocks of its own: {names}\n\n"
-            f"hint: group={names[0]!r}"
-        )
-    return 0
-
-
-def _check_same_rows(layout: Layout, other: Layout, group: int) -> None:
-    """CopyError unless rows of a group have the same pages at the same places in both layouts."""
-    rows = [_row(each, group) if group < len(each.groups) else None for each in (layout, other)]
-    if rows[0] != rows[1]:
-        name = layout.groups[group].group.name
-        raise CopyError(
-            f"group {name!r}: rows of the two arenas differ ({layout.order}, {other.order})\n\n"
-            f"hint: copy(a, b, plan_route(a.layout, b.layout).copies(here, there, num_tokens))"
-        )
-
-
-def _row(layout: Layout, group: int) -> tuple[object, ...]:
+def _row(layout: Layout, group: int) -> object:
     """What a block's bytes mean, wherever the block lies: its pages and where they are in it."""
+    if group >= len(layout.groups):
+        return None
     placed, strips = layout.groups[group], layout.footprints[group].strips
     inside = [
         (at, run.offset - strip.offset, run.nbytes)
@@ -171,23 +163,6 @@ def _row(layout: Layout, group: int) -> tuple[object, ...]:
 # ── checks, before anything is copied ─────────────────────────────────────────────────────
 
 
-def _whole_numbers(copies: Copies) -> Copies:
-    """The copies as int64 arrays of one length, empty ones left out."""
-    columns = (copies.source, copies.destination, copies.nbytes)
-    arrays = [np.array(column, ndmin=1, copy=None) for column in columns]
-    for array in arrays:
-        if array.ndim != 1 or array.shape != arrays[0].shape or array.dtype.kind not in "iu":
-            raise CopyError(
-                f"copies need three arrays of whole numbers of one length, not "
-                f"{[(a.shape, str(a.dtype)) for a in arrays]}"
-            )
-    checked = Copies(*(array.astype(np.int64, copy=False) for array in arrays))
-    least = int(checked.nbytes.min(initial=1))
-    if least < 0:
-        raise CopyError(f"copy {int(np.argmax(checked.nbytes < 0))} has {least} bytes")
-    return checked if least else checked.take(np.flatnonzero(checked.nbytes))
-
-
 def _checked(source: Arena, destination: Arena, copies: Copies) -> Copies:
     """The copies, joined; sorted by the host's side, if there is one: that is fastest over the
     bus."""
@@ -195,31 +170,25 @@ def _checked(source: Arena, destination: Arena, copies: Copies) -> Copies:
     _check_inside(copies.destination, copies.nbytes, destination.regions, "destination")
     copies = merged(copies, by="source" if source.device.type == "cpu" else "destination")
     _check_apart(copies.destination, copies.nbytes)
-    if source.device == destination.device and _meet(source, destination):
-        _check_unread(copies.moved(source.address, destination.address))
+    starts, ends = (
+        [arena.address + n * arena.nbytes for arena in (source, destination)] for n in (0, 1)
+    )
+    if source.device == destination.device and max(starts) < min(ends):
+        _check_unread(copies.moved(*starts))
     return copies
 
 
-def _meet(source: Arena, destination: Arena) -> bool:
-    """Whether the two lie in memory that overlaps, from end to end."""
-    return (
-        source.address < destination.address + destination.nbytes
-        and destination.address < source.address + source.nbytes
-    )
-
-
 def _check_inside(offsets: Ints, nbytes: Ints, regions: tuple[Run, ...], what: str) -> None:
-    """CopyError unless each range is inside one region."""
-    ordered = sorted(regions)
-    starts = np.array([run.offset for run in ordered], np.int64)
-    ends = np.array([run.end for run in ordered], np.int64)
-    at = np.searchsorted(starts, offsets, side="right") - 1 if len(ordered) > 1 else 0
-    bad = (offsets < starts[at]) | (nbytes > ends[at] - offsets)
+    """CopyError unless each range has bytes, all of them inside one region."""
+    starts = np.array([run.offset for run in regions], np.int64)
+    ends = np.array([run.end for run in regions], np.int64)
+    at = np.searchsorted(starts, offsets, side="right") - 1 if len(regions) > 1 else 0
+    bad = (nbytes < 1) | (offsets < starts[at]) | (nbytes > ends[at] - offsets)
     if bad.any():
         i = int(np.argmax(bad))
         raise CopyError(
             f"copy {i}: {what} bytes [{offsets[i]}, {offsets[i] + nbytes[i]}) are not inside the "
-            f"arena's {[(run.offset, run.end) for run in ordered][:4]}"
+            f"arena's {[(run.offset, run.end) for run in regions][:4]}"
         )
 
 
@@ -271,22 +240,6 @@ def choose_method(source: Arena, destination: Arena, mean_bytes: int) -> Method:
     if not host.pinned:
         return "plain"
     return "batch" if mean_bytes >= SHORT_BYTES and cuda.has_batch() else "kernel"
-
-
-def _started(
-    source: Arena,
-    destination: Arena,
-    copies: Copies,
-    method: Method,
-    stream: torch.cuda.Stream | None,
-) -> cuda.StreamWork | None:
-    on_host = source.device.type == destination.device.type == "cpu"
-    if on_host != (method == "memmove"):
-        raise CopyError(f"{method!r} does not copy from {source.device} to {destination.device}")
-    if method == "memmove":
-        _copy_on_host(copies.moved(source.address, destination.address))
-        return None
-    return cuda.start(source, destination, copies, method, stream)
 
 
 UNITS = range(16, (8 << 10) + 1)

@@ -3,7 +3,7 @@
 import ctypes
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -13,10 +13,9 @@ import torch
 
 from kvstow.errors import CopyError
 from kvstow.memory.arena import Arena
-from kvstow.plan.view import align_up
-from kvstow.route.blocks import Overlap
-from kvstow.route.copies import Copies, cut, joined
-from kvstow.route.route import Route
+from kvstow.plan.layout import Layout
+from kvstow.plan.view import Ints, align_up
+from kvstow.route.copies import Copies, cut
 
 CudaMethod = Literal["batch", "kernel", "plain"]
 
@@ -30,14 +29,7 @@ class StreamWork:
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
-    kept: tuple[torch.Tensor, ...]
-
-    def over(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> bool:
-        self.event.synchronize()
-        return True
+    kept: torch.Tensor | None
 
 
 def start(
@@ -48,45 +40,33 @@ def start(
     stream: torch.cuda.Stream | None,
 ) -> StreamWork:
     """Submit the copies to a stream that goes on after the current streams' present work."""
-    devices = [arena.device for arena in (source, destination) if arena.device.type == "cuda"]
-    with torch.cuda.device(devices[0]):
+    arenas = [arena for arena in (source, destination) if arena.device.type == "cuda"]
+    with torch.cuda.device(arenas[0].device):
         side = torch.cuda.Stream() if stream is None else stream
-        for device in devices:
-            side.wait_stream(torch.cuda.current_stream(device))
-        kept = _submitted(source, destination, copies, method, side)
+        for arena in arenas:
+            side.wait_stream(torch.cuda.current_stream(arena.device))
+        kept = None
+        if method == "kernel" and len(copies):
+            with torch.cuda.stream(side):
+                kept = gather(source.bytes, destination.bytes, copies)
+        elif len(copies):
+            submit = batch if method == "batch" else one_by_one
+            submit(copies.moved(source.address, destination.address), side.cuda_stream)
         event = torch.cuda.Event()
         event.record(side)
-    for arena in (source, destination):
-        if arena.device.type == "cuda":
-            arena.bytes.record_stream(side)
+    for arena in arenas:
+        arena.bytes.record_stream(side)
     return StreamWork(side, event, kept)
-
-
-def _submitted(
-    source: Arena, destination: Arena, copies: Copies, method: CudaMethod, stream: torch.cuda.Stream
-) -> tuple[torch.Tensor, ...]:
-    if not len(copies):
-        return ()
-    match method:
-        case "plain":
-            one_by_one(source.address, destination.address, copies, stream.cuda_stream)
-            return ()
-        case "batch":
-            batch(source.address, destination.address, copies, stream.cuda_stream)
-            return ()
-        case "kernel":
-            with torch.cuda.stream(stream):
-                return gather(source.bytes, destination.bytes, copies)
 
 
 # ── the runtime's own copies ──────────────────────────────────────────────────────────────
 
 
-def one_by_one(source: int, destination: int, copies: Copies, stream: int) -> None:
-    """One asynchronous memcpy per copy."""
+def one_by_one(copies: Copies, stream: int) -> None:
+    """One asynchronous memcpy per copy, between addresses."""
     memcpy = runtime().cudaMemcpyAsync
-    starts, places = (copies.source + source).tolist(), (copies.destination + destination).tolist()
-    for start, place, nbytes in zip(starts, places, copies.nbytes.tolist(), strict=True):
+    columns = copies.destination.tolist(), copies.source.tolist(), copies.nbytes.tolist()
+    for place, start, nbytes in zip(*columns, strict=True):
         _succeed("cudaMemcpyAsync", memcpy(place, start, nbytes, _ANY_DIRECTION, stream))
 
 
@@ -110,13 +90,14 @@ GROWTH = 4
 of the one than the host over as many of the next."""
 
 
-def batch(source: int, destination: int, copies: Copies, stream: int) -> None:
-    """Batched memcpy, one batch after the other. The legacy default stream does not take it."""
+def batch(copies: Copies, stream: int) -> None:
+    """Batched memcpy between addresses, one batch after the other. The legacy default stream does
+    not take it."""
     if not has_batch():
         raise CopyError("this CUDA runtime has no batched memcpy\n\nhint: it came with 12.8")
     if stream == 0:
         raise CopyError("batched memcpy does not run on the legacy default stream")
-    columns = (copies.destination + destination, copies.source + source, copies.nbytes)
+    columns = (copies.destination, copies.source, copies.nbytes)
     arrays = [np.ascontiguousarray(column, np.int64) for column in columns]
     addresses = [array.ctypes.data for array in arrays]
     attributes, first = _Attributes(_AFTER_STREAM), ctypes.c_size_t(0)
@@ -158,9 +139,9 @@ def runtime() -> ctypes.CDLL:
 @cache
 def _version(question: str) -> int:
     """13000 for 13.0."""
-    found = ctypes.c_int(0)
-    _succeed(question, runtime()[question](ctypes.byref(found)))
-    return found.value
+    version = ctypes.c_int(0)
+    _succeed(question, runtime()[question](ctypes.byref(version)))
+    return version.value
 
 
 def _succeed(what: str, status: int) -> None:
@@ -180,69 +161,49 @@ MOST_PROGRAMS = 264
 
 def gather(
     source: torch.Tensor, destination: torch.Tensor, copies: Copies, programs: int = MOST_PROGRAMS
-) -> tuple[torch.Tensor, ...]:
+) -> torch.Tensor:
     """Copy by a kernel that reads and writes wherever the copies say, pinned memory included.
 
-    The tensors that the kernel needs until it has run.
+    What the kernel needs until it has run.
     """
-    from kvstow.memory.kernels.copy import copy_runs
+    from kvstow.memory.kernels.copy import TILE_BYTES, copy_runs
 
-    table, word, longest = _table(source, destination, copies)
-    copy_runs(source, destination, table, word, longest=longest, programs=programs)
-    return (table,)
-
-
-def _table(
-    source: torch.Tensor, destination: torch.Tensor, copies: Copies
-) -> tuple[torch.Tensor, int, int]:
-    """The kernel's table of the copies, what it counts in, and the longest run in bytes."""
-    from kvstow.memory.kernels.copy import TILE_BYTES
-
-    word = word_bytes(source.data_ptr(), destination.data_ptr(), copies)
+    numbers = copies.source, copies.destination, copies.nbytes
+    word = word_bytes(source.data_ptr(), destination.data_ptr(), *numbers)
     even = cut(copies, align_up(UNEVEN * (copies.total // len(copies)), TILE_BYTES))
-    columns = np.empty((3, len(even)), np.int64)
-    for row, places in zip(columns, (even.source, even.destination, even.nbytes), strict=True):
-        np.right_shift(places, word.bit_length() - 1, out=row)
-    table = torch.as_tensor(columns)
+    table = torch.as_tensor(np.stack((even.source, even.destination, even.nbytes)) // word)
     device = source.device if source.device.type == "cuda" else destination.device
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
-    return table, word, int(even.nbytes.max())
+    longest = int(even.nbytes.max())
+    copy_runs(source, destination, table, word, longest=longest, programs=programs)
+    return table
 
 
-def warm_up(source: torch.Tensor, route: Route) -> None:
-    """Compile what copies of a route run on a device, by gathering a few of them from there.
+def warm_up(memory: torch.Tensor, layout: Layout) -> None:
+    """Compile what copies of a layout's blocks and tokens run on a device, by copying a few bytes
+    of it: for words as long as a cell's, and longer."""
+    from kvstow.memory.kernels.copy import WIDTHS, WORDS, copy_runs
 
-    Those of whole blocks and those of one token start and end at multiples of every word that
-    any of its copies do.
-    """
-    from kvstow.memory.kernels.copy import WIDTHS, copy_runs
-
-    for copies in _examples(route):
-        places = copies.nbytes.cumsum() - copies.nbytes
-        room = torch.empty(copies.total, dtype=torch.uint8, device=source.device)
-        table, word, longest = _table(source, room, Copies(copies.source, places, copies.nbytes))
+    numbers = [
+        (*pages.offsets, *astuple(pages.place), pages.spec.cell_bytes)
+        for group in layout.page_sets
+        for pages in group
+    ]
+    least = word_bytes(memory.data_ptr(), *map(np.array, numbers))
+    room = torch.empty(max(WORDS), dtype=torch.uint8, device=memory.device)
+    table = torch.tensor([[0], [0], [1]], device=memory.device)
+    for word in WORDS:
         for width in WIDTHS:
-            copy_runs(
-                source, room, table, word, longest=longest, programs=MOST_PROGRAMS, width=width
-            )
-        if source.device.type == "cuda":
-            torch.cuda.current_stream(source.device).synchronize()
+            if word >= least:
+                copy_runs(memory, room, table, word, longest=word, programs=1, width=width)
+    if memory.device.type == "cuda":
+        torch.cuda.current_stream(memory.device).synchronize()
 
 
-def _examples(route: Route) -> Iterator[Copies]:
-    """The copies of all kinds of full block pairs, and those of one token; in blocks 1."""
-    cells = (pair.lanes(Overlap(0, 0, 1)) for pair in route.pairs)
-    for kinds in (route.lanes, tuple(cells)):
-        parts = [lanes.copies for lanes in kinds]
-        places = [lanes.copies.source + lanes.source_stride for lanes in kinds]
-        if parts:
-            yield replace(joined(parts), source=np.concatenate(places))
-
-
-def word_bytes(source: int, destination: int, copies: Copies) -> int:
-    """The longest word, of at most 16 bytes, at whose multiples everything starts and ends."""
-    bits = source | destination | 16
-    for array in (copies.source, copies.destination, copies.nbytes):
-        bits |= int(np.bitwise_or.reduce(array))
+def word_bytes(*numbers: int | Ints) -> int:
+    """The longest word, of at most 16 bytes, of which all numbers are multiples."""
+    bits = 16
+    for number in numbers:
+        bits |= int(np.bitwise_or.reduce(number, axis=None))
     return bits & -bits

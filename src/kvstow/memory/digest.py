@@ -19,16 +19,9 @@ import torch
 
 from kvstow.errors import BlockError, SpecError
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest_keys import (
-    CellKeys,
-    Words,
-    cell_keys,
-    few_heads,
-    layer_seed,
-    state_keys,
-)
+from kvstow.memory.digest_keys import CellKeys, Words, cell_keys, layer_seed, state_keys
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout
+from kvstow.plan.layout import PageSet
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Ints, ceil_div
 from kvstow.route.blocks import Blocks, Tokens, first_missing
@@ -37,31 +30,20 @@ from kvstow.route.route import Claims
 
 MODULUS = 1 << 64
 
-Listed = Mapping[int, Blocks | Sequence[int] | Ints] | Mapping[str, Blocks | Sequence[int] | Ints]
-"""The blocks of a request by the number or the name of their group. Ids in place of `Blocks` are
-those of the request's blocks from the first on."""
+Listed = Blocks | Sequence[int] | Ints
+"""A request's blocks of one group; ids stand for its blocks from the first on."""
 
 
 def digest(
     arena: Arena,
-    blocks: Listed | Blocks | Sequence[int] | Ints,
+    blocks: Mapping[int, Listed] | Mapping[str, Listed] | Listed,
     num_tokens: int,
-    *,
-    layers: Collection[str] | None = None,
-    start_token: int = 0,
-    claims: Claims | None = None,
-    heads: Interval | None = None,
-    every: int = 1,
-    phase: int = 0,
 ) -> int:
-    """The digest, below 2^64, of what a request's blocks hold of tokens `[start, num_tokens)`.
+    """The digest, below 2^64, of what a request's blocks hold of its first `num_tokens` tokens.
 
-    Sums over ranks, modulo 2^64, are digests of all that the ranks hold. `claims` restricts it
-    to parts of fields (with those of `plan_sources`, what several ranks hold alike counts once),
-    `layers` to some layers, `heads` to some of the model's heads. Blocks of a window
-    group count as far as the window of the next token reaches. Of the states that count, those
-    count whose number, divided by `every`, leaves `phase`; no other is read. On CUDA it runs in
-    the current stream, and waits for the result.
+    Blocks are listed by the number or the name of their group, or alone where there is one group;
+    of a window group they count as far as the window of the next token reaches. On CUDA it runs
+    in the current stream, and waits for the result. `prepared` takes several, or parts of one.
 
     >>> from kvstow.memory.copy import copy
     >>> from kvstow.plan.group import grouped
@@ -76,24 +58,25 @@ def digest(
     >>> digest(here, [1, 2], 25) == digest(there, [4, 7], 25)
     False
     """
-    what = DigestOf(
-        blocks,
-        num_tokens,
-        layers=layers,
-        start_token=start_token,
-        claims=claims,
-        heads=heads,
-        every=every,
-        phase=phase,
-    )
-    return prepared(arena, [what])()[0]
+    by_group = blocks if isinstance(blocks, Mapping) else {arena.only_group(): blocks}
+    listed = {
+        arena.group(group): ids if isinstance(ids, Blocks) else Blocks.first(ids)
+        for group, ids in by_group.items()
+    }
+    return prepared(arena, [DigestOf(listed, num_tokens)])()[0]
 
 
 @dataclass(frozen=True, slots=True)
 class DigestOf:
-    """What one digest counts, as `digest` says."""
+    """What one digest counts: tokens `[start_token, num_tokens)` of blocks, by group.
 
-    blocks: "Listed | Blocks | Sequence[int] | Ints"
+    Sums over ranks, modulo 2^64, are digests of all that the ranks hold. `claims` restricts it
+    to parts of fields (with those of `plan_sources`, what several ranks hold alike counts once),
+    `layers` to some layers, `heads` to some of the model's heads. Of the states that count, those
+    count whose number, divided by `every`, leaves `phase`; no other is read.
+    """
+
+    blocks: Mapping[int, Blocks]
     num_tokens: int
     _: KW_ONLY
     layers: Collection[str] | None = None
@@ -102,6 +85,14 @@ class DigestOf:
     heads: Interval | None = None
     every: int = 1
     phase: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.start_token, self.num_tokens) < 0:
+            raise SpecError(f"tokens [{self.start_token}, {self.num_tokens}) do not exist")
+        if not 0 <= self.phase < self.every:
+            raise SpecError(
+                f"every {self.every}, phase {self.phase}: a phase is at least 0 and below every"
+            )
 
 
 def prepared(arena: Arena, digests: Sequence[DigestOf]) -> Callable[[], tuple[int, ...]]:
@@ -152,85 +143,46 @@ class Part:
 
 def _parts(arena: Arena, what: DigestOf) -> list[Part]:
     """The blocks of a digest by geometry of pages, those left out of which nothing counts."""
-    _check(arena.layout, what)
     parts = [
-        part
-        for group, listed in _by_group(arena, what.blocks).items()
-        for part in _group_parts(arena, group, listed, what)
+        _sampled(part, what.every, what.phase) if what.every > 1 else part
+        for number, listed in what.blocks.items()
+        for pages in arena.layout.page_sets[number]
+        for part in _parts_of(arena, number, pages, listed, what)
     ]
-    if what.every > 1:
-        parts = [_sampled(part, what.every, what.phase) for part in parts]
     return [part for part in parts if len(part.ids)]
 
 
-def _check(layout: Layout, what: DigestOf) -> None:
-    """SpecError for layers, tokens or phases that do not exist: their digest would be 0."""
-    unknown = [name for name in what.layers or () if name not in layout.layers]
-    if unknown:
-        raise SpecError(f"no layers {unknown[:8]} in the arena of {layout.model!r}")
-    if min(what.start_token, what.num_tokens) < 0:
-        raise SpecError(f"tokens [{what.start_token}, {what.num_tokens}) do not exist")
-    if not 0 <= what.phase < what.every:
-        raise SpecError(
-            f"every {what.every}, phase {what.phase}: a phase is at least 0 and below every"
-        )
-
-
-def _by_group(arena: Arena, blocks: Listed | Blocks | Sequence[int] | Ints) -> dict[int, Blocks]:
-    """The blocks by the number of their group; those of the only group may come without it."""
-    if isinstance(blocks, Mapping):
-        return {
-            arena.group(group): ids if isinstance(ids, Blocks) else Blocks.first(ids)
-            for group, ids in blocks.items()
-        }
-    names = [placed.group.name for placed in arena.layout.groups]
-    if len(names) > 1:
-        raise BlockError(
-            f"the layout has {len(names)} groups, and each has blocks of its own: {names}\n\n"
-            f"hint: {{{names[0]!r}: [1, 2], …}}"
-        )
-    return {0: blocks if isinstance(blocks, Blocks) else Blocks.first(blocks)}
-
-
-def _group_parts(arena: Arena, number: int, listed: Blocks, what: DigestOf) -> Iterator[Part]:
-    ids, group = arena.checked(number, listed.ids), arena.layout.groups[number].group
-    for pages in arena.layout.page_sets[number]:
-        names = [n for n in pages.layers if what.layers is None or n in what.layers]
-        if not names:
-            continue
-        spec, place = pages.spec, pages.place
-        low, high = counted_states(group, spec, what.num_tokens, what.start_token)
-        at = _counting(group, spec, listed.index, (low, high))
-        for first_head, keys, chosen in _keyed(spec, names, what):
-            which = [i for i, name in enumerate(pages.layers) if name in chosen]
+def _parts_of(
+    arena: Arena, number: int, pages: PageSet, listed: Blocks, what: DigestOf
+) -> Iterator[Part]:
+    """One part for all layers that have the same keys."""
+    whole = cell_keys(pages.spec, None, what.heads) if what.claims is None else None
+    layers: dict[CellKeys, list[int]] = {}
+    for i, name in enumerate(pages.layers):
+        if what.layers is None or name in what.layers:
+            claimed = {} if what.claims is None else what.claims.get(name, {})
+            keys = whole or cell_keys(pages.spec, claimed, what.heads)
+            layers.setdefault(keys, []).append(i)
+    if not layers:
+        return
+    group, place = arena.layout.groups[number].group, pages.place
+    interval = counted_states(group, pages.spec, what.num_tokens, what.start_token)
+    at = _counting(group, pages.spec, listed.index, interval)
+    ids = arena.checked(number, listed.ids[at])
+    for keys, alike in layers.items():
+        if keys.table.size:
             yield Part(
-                ids=ids[at],
+                ids=ids,
                 logical=listed.index[at],
-                interval=(low, high),
-                offsets=pages.offsets[which] + first_head * place.head_stride,
-                seeds=np.array([layer_seed(pages.layers[i]) for i in which], np.uint64),
+                interval=interval,
+                offsets=pages.offsets[alike] + keys.first_head * place.head_stride,
+                seeds=np.array([layer_seed(pages.layers[i]) for i in alike], np.uint64),
                 keys=keys,
-                states=spec.states,
+                states=pages.spec.states,
                 block_stride=place.block_stride,
                 head_stride=place.head_stride,
                 token_stride=place.token_stride,
             )
-
-
-def _keyed(
-    spec: LayerSpec, names: Sequence[str], what: DigestOf
-) -> Iterator[tuple[int, CellKeys, set[str]]]:
-    """Layers with the same keys: the first head that counts, keys from there on, and names."""
-    by_keys: dict[CellKeys, set[str]] = {}
-    if what.claims is None:
-        by_keys[cell_keys(spec, None)] = set(names)
-    else:
-        for name in names:
-            by_keys.setdefault(cell_keys(spec, what.claims.get(name, {})), set()).add(name)
-    for keys, alike in by_keys.items():
-        first, some = (0, keys) if what.heads is None else few_heads(keys, spec.heads, what.heads)
-        if some.table.any():
-            yield first, some, alike
 
 
 def counted_states(group: Group, spec: LayerSpec, num_tokens: int, start_token: int) -> Interval:
@@ -316,12 +268,13 @@ def _on_device(arena: Arena, digests: Sequence[Sequence[Part]]) -> Callable[[], 
     unit = min(part.unit for part in parts)
     tables = [part.keys.in_words(unit) for part in parts]
     first_keys = accumulate((table.size for table in tables), initial=0)
-    numbers = [
-        _numbers(part, table.shape, first_key, unit)
+    facts = [
+        [*part.interval, part.states, *table.shape, part.head_stride // unit,
+         part.token_stride // unit, first_key]
         for part, table, first_key in zip(parts, tables, first_keys, strict=False)
-    ]
+    ]  # fmt: skip
     entries = np.concatenate([_entries(part, i, unit) for i, part in enumerate(parts)], axis=1)
-    there = torch.as_tensor(np.concatenate((entries.ravel(), *numbers)), device=arena.device)
+    there = torch.as_tensor(np.concatenate((entries.ravel(), np.ravel(facts))), device=arena.device)
     launch = block_sums(
         arena.bytes[: arena.nbytes // unit * unit].view({1: torch.uint8, 4: torch.uint32}[unit]),
         _device_keys(tuple(part.keys for part in parts), unit, arena.device),
@@ -340,12 +293,6 @@ def _on_device(arena: Arena, digests: Sequence[Sequence[Part]]) -> Callable[[], 
         return tuple(int(sums[each].sum(dtype=np.uint64)) for each in slices)
 
     return take
-
-
-def _numbers(part: Part, keys: tuple[int, ...], first_key: int, unit: int) -> Ints:
-    """What the kernel knows of a part, in words."""
-    strides = part.head_stride // unit, part.token_stride // unit
-    return np.array([*part.interval, part.states, *keys, *strides, first_key], np.int64)
 
 
 def _entries(part: Part, number: int, unit: int) -> Ints:

@@ -5,11 +5,10 @@ coordinates of the whole model and filled up with zeros at the end of that axis.
 holds some of a word's bytes counts those: the sum over ranks is the sum over whole words.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from kvstow.errors import SpecError
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import Extent, Field, LayerSpec
-from kvstow.plan.view import ceil_div
+from kvstow.plan.view import Ints, ceil_div
 from kvstow.route.overlap import Box, Interval
 
 Words = npt.NDArray[np.uint64]
@@ -53,13 +52,15 @@ def layer_seed(name: str) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellKeys:
-    """P for every word of every head's cell: `table[head, word]`; 0 where nothing counts.
+    """P for every word of every head's cell, from the first head on of which something counts:
+    `table[head, word]`; 0 where nothing counts.
 
     `unit` is 4 where all bytes of four in memory belong to one word, 1 otherwise.
     """
 
     table: Words
     unit: int
+    first_head: int
 
     def in_words(self, unit: int) -> Words:
         """The keys for words of this length."""
@@ -69,97 +70,80 @@ class CellKeys:
         return (self.table[..., None] << shifts).reshape(len(self.table), -1)
 
 
-def cell_keys(spec: LayerSpec, claimed: Mapping[str, Sequence[Box]] | None) -> CellKeys:
-    """P over a layer's cells; of each field only those boxes, if some are claimed."""
+def cell_keys(
+    spec: LayerSpec, claimed: Mapping[str, Sequence[Box]] | None, heads: Interval | None
+) -> CellKeys:
+    """P over a layer's cells: of each field only the boxes that are claimed, of all only some of
+    the model's heads, where those are given."""
     if claimed is None:
-        return _cell_keys(spec.heads, spec.fields, None)
+        return _cell_keys(spec.heads, spec.fields, None, heads)
     boxes = tuple(tuple(claimed.get(field.name, ())) for field in spec.fields)
-    return _cell_keys(spec.heads, spec.fields, boxes)
+    return _cell_keys(spec.heads, spec.fields, boxes, heads)
 
 
 @lru_cache(maxsize=256)
-def few_heads(keys: CellKeys, held: Extent, heads: Interval) -> tuple[int, CellKeys]:
-    """The first head that is one of these, as it lies, and the keys from there to the last."""
-    numbers = np.concatenate([np.arange(*piece) for piece in held.pieces])
-    inside = (numbers >= heads[0]) & (numbers < heads[1])
-    where = np.flatnonzero(inside) if inside.any() else np.zeros(1, np.int64)
-    some = slice(where[0], where[-1] + 1)
-    return int(where[0]), CellKeys(keys.table[some] * inside[some, None], keys.unit)
-
-
-@lru_cache(maxsize=64)
 def _cell_keys(
-    heads: Extent, fields: tuple[Field, ...], claimed: tuple[tuple[Box, ...], ...] | None
+    heads: Extent,
+    fields: tuple[Field, ...],
+    claimed: tuple[tuple[Box, ...], ...] | None,
+    some: Interval | None,
 ) -> CellKeys:
     spec = LayerSpec(
         name="any", retention=Full(), block_tokens=1, states=1, heads=heads, fields=fields
     )
-    table = np.zeros((heads.size, spec.cell_bytes), np.uint64)
+    held = _coordinates(heads.pieces)
+    inside = np.full(len(held), True) if some is None else (held >= some[0]) & (held < some[1])
+    first, end = (int(inside.argmax()), len(held) - int(inside[::-1].argmax()))
+    table = np.zeros((end - first, spec.cell_bytes), np.uint64)
     for number, field in enumerate(fields):
-        boxes = held(spec, field)
-        if claimed is not None:
-            boxes = [
-                part for box in boxes for other in claimed[number] for part in both(box, other)
-            ]
-        offset = spec.field_offsets[field.name]
-        array = table[:, offset : offset + field.nbytes].reshape(heads.size, *_byte_shape(field))
-        assert np.shares_memory(array, table)
-        for box in boxes:
-            _fill(array, heads, field, box)
-    return _in_words(table)
+        keys = _field_keys(held[first:end], field, None if claimed is None else claimed[number])
+        at = spec.field_offsets[field.name]
+        table[:, at : at + field.nbytes] = keys.reshape(end - first, field.nbytes)
+    table *= inside[first:end, None]
+    return _in_words(table if table.any() else table[:0], first)
 
 
-def _fill(array: Words, heads: Extent, field: Field, box: Box) -> None:
-    """Write the keys of one box; `array` is `[head, …field's axes, last axis in bytes]`."""
-    bits = field.dtype.bits
+def _field_keys(heads: Ints, field: Field, claimed: tuple[Box, ...] | None) -> Words:
+    """P for every byte of a field: `[head, …field's axes, last axis in bytes]`."""
     *leading, last = field.axes
-    if any(bound * bits % 8 for bound in (*box[-1], *np.ravel(last.pieces).tolist())):
-        raise SpecError(f"field {field.name!r}: {box[-1]} of {field.dtype} are not whole bytes")
-    start, stop = box[-1][0] * bits // 8, box[-1][1] * bits // 8
-    position = np.arange(start, stop, dtype=np.uint64)
-    line_words = ceil_div(last.total * bits, 8 * WORD_BYTES)
-    line = np.zeros((), np.uint64)
-    for extent, (lo, hi) in zip((heads, *leading), box[:-1], strict=True):
-        line = line[..., None] * np.uint64(extent.total) + np.arange(lo, hi, dtype=np.uint64)
-    words = line[..., None] * np.uint64(line_words) + position // np.uint64(WORD_BYTES)
-    keys = mixed(np.uint64(seed("field", field.name)) + (words + np.uint64(1)) * STEP)
-    shifts = np.uint64(8) * (position % np.uint64(WORD_BYTES))
-    places = [slice(*_local(e, b)) for e, b in zip((heads, *leading), box[:-1], strict=True)]
-    lo, hi = _local(last, box[-1])
-    array[(*places, slice(lo * bits // 8, hi * bits // 8))] = keys << shifts
+    bits = field.dtype.bits
+    boxes = [(*box[:-1], _in_bytes(field, box[-1])) for box in claimed or ()]
+    pieces = [_in_bytes(field, piece) for piece in last.pieces]
+    axes = [heads, *(_coordinates(axis.pieces) for axis in leading), _coordinates(pieces)]
+    lines = heads
+    for axis, coordinates in zip(leading, axes[1:-1], strict=True):
+        lines = lines[..., None] * axis.total + coordinates
+    words = lines[..., None] * ceil_div(last.total * bits, 8 * WORD_BYTES) + axes[-1] // WORD_BYTES
+    keys = mixed(np.uint64(seed("field", field.name)) + (words + 1).astype(np.uint64) * STEP)
+    keys <<= (8 * (axes[-1] % WORD_BYTES)).astype(np.uint64)
+    if claimed is None:
+        return keys
+    counts = np.zeros(keys.shape, np.bool_)
+    for box in boxes:
+        inside = [(axis >= lo) & (axis < hi) for axis, (lo, hi) in zip(axes, box, strict=True)]
+        counts[np.ix_(*inside)] = True
+    return keys * counts
 
 
-def _local(extent: Extent, interval: Interval) -> Interval:
-    """Where an interval of the whole axis lies among what a rank holds of it."""
-    at = 0
-    for lo, hi in extent.pieces:
-        if lo <= interval[0] and interval[1] <= hi:
-            return at + interval[0] - lo, at + interval[1] - lo
-        at += hi - lo
-    raise SpecError(f"axis {extent.name!r}: {interval} is not inside one of {extent.pieces}")
+def _coordinates(pieces: Iterable[Interval]) -> Ints:
+    """Where what a rank holds of an axis lies on the whole axis."""
+    return np.concatenate([np.arange(*piece) for piece in pieces])
 
 
-def _byte_shape(field: Field) -> tuple[int, ...]:
-    return (*field.shape[:-1], field.shape[-1] * field.dtype.bits // 8)
+def _in_bytes(field: Field, interval: Interval) -> Interval:
+    """An interval of the last axis in bytes."""
+    bits = field.dtype.bits
+    if any(bound * bits % 8 for bound in interval):
+        raise SpecError(f"field {field.name!r}: {interval} of {field.dtype} are not whole bytes")
+    return interval[0] * bits // 8, interval[1] * bits // 8
 
 
-def _in_words(table: Words) -> CellKeys:
+def _in_words(table: Words, first_head: int) -> CellKeys:
     """Keys per word of four bytes where memory is cut like the model's words; else per byte."""
     heads, nbytes = table.shape
     if nbytes % WORD_BYTES == 0:
-        fours = table.reshape(heads, -1, WORD_BYTES)
+        fours = table.reshape(heads, nbytes // WORD_BYTES, WORD_BYTES)
         shifts = np.arange(WORD_BYTES, dtype=np.uint64) * np.uint64(8)
         if (fours == fours[..., :1] << shifts).all():
-            return CellKeys(np.ascontiguousarray(fours[..., 0]), WORD_BYTES)
-    return CellKeys(table, 1)
-
-
-def held(spec: LayerSpec, field: Field) -> tuple[Box, ...]:
-    """All that a rank holds of a field, one box per combination of pieces."""
-    return tuple(product(spec.heads.pieces, *(axis.pieces for axis in field.axes)))
-
-
-def both(box: Box, other: Box) -> tuple[Box, ...]:
-    """What two boxes have in common: one box, or none."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
-    return (common,) if all(lo < hi for lo, hi in common) else ()
+            return CellKeys(np.ascontiguousarray(fours[..., 0]), WORD_BYTES, first_head)
+    return CellKeys(table, 1, first_head)

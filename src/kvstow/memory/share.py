@@ -12,7 +12,6 @@ allocated, until the mapping is closed.
 import ctypes
 import os
 import select
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -104,13 +103,22 @@ class Mapping:
         check_same_node(shared)
         if shared.nbytes != layout.nbytes:
             raise NotShared("memory", f"{shared.nbytes} bytes, the layout has {layout.nbytes}")
-        self.process = Process(shared.process)
+        try:
+            self._process = os.pidfd_open(shared.process)
+        except OSError as error:
+            reason = f"process {shared.process}: {error.strerror}"
+            raise NotShared("process", reason) from None
         self._allocation: int | None = None
         try:
             self.arena = Arena.over(layout, self._memory(shared, device))
         except BaseException:
-            self.process.close()
+            os.close(self._process)
             raise
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether that process has ended, whoever has its number by now."""
+        return bool(select.select((self._process,), (), (), 0)[0])
 
     def _memory(self, shared: SharedArena, device: torch.device) -> torch.Tensor:
         match shared.arena:
@@ -129,7 +137,7 @@ class Mapping:
     def close(self) -> None:
         """Let go of the memory. Nothing may be reading it."""
         self.arena.close()
-        self.process.close()
+        os.close(self._process)
         if self._allocation is not None:
             _close(self._allocation)
             self._allocation = None
@@ -155,29 +163,6 @@ def mapped_file(process: int, file: SharedFile, nbytes: int) -> torch.Tensor:
         return file_bytes(ours, nbytes)
     finally:
         os.close(ours)
-
-
-class Process:
-    """Another process of this node, known for as long as this object is, whoever gets its number.
-
-    Raises NotShared if there is none.
-    """
-
-    def __init__(self, number: int) -> None:
-        try:
-            self.file = os.pidfd_open(number)
-        except OSError as error:
-            raise NotShared("process", f"process {number}: {error.strerror}") from None
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the process has ended."""
-        return bool(select.select((self.file,), (), (), 0)[0])
-
-    def close(self) -> None:
-        """Forget the process."""
-        with suppress(OSError):
-            os.close(self.file)
 
 
 def check_same_node(shared: SharedArena) -> None:

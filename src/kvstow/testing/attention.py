@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from kvstow.errors import SpecError
-from kvstow.memory.arena import POISON, Arena
-from kvstow.memory.dtypes import TORCH_TYPES
+from kvstow.memory.arena import POISON, TORCH_TYPES, Arena
 from kvstow.plan.layout import Layout
 from kvstow.plan.spec import DType
 from kvstow.plan.view import ceil_div

@@ -21,7 +21,6 @@ from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks, Tokens
-from kvstow.route.route import plan_route
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.framing import Channel, DropReason, Session
 from kvstow.transfer.channel.messages import MAX_NAME, AnyMessage, End
@@ -447,7 +446,7 @@ class Agent:
         if self.endpoint.kind == "VRAM":
             arena, submit = self.endpoint.arena, self.endpoint.worker.submit
             submit(warm_up, arena).result()
-            submit(cuda.warm_up, arena.bytes, plan_route(arena.layout, arena.layout)).result()
+            submit(cuda.warm_up, arena.bytes, arena.layout).result()
             begun.wait()
 
     def close(self) -> None:

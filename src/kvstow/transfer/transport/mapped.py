@@ -121,7 +121,7 @@ class _Mapped:
 
     @property
     def is_gone(self) -> bool:
-        return self._mapping.process.is_gone
+        return self._mapping.is_gone
 
     def close(self) -> None:
         self._mapping.close()
