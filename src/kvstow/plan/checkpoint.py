@@ -1,16 +1,14 @@
 """What decides a checkpoint's computation: configuration, code, tokenizer, and its weights.
 
-Files count by their names and bytes, never by where or since when they lie. Of weights a digest
-covers, without reading all of them,
+Files count by their names and bytes, never by where or since when they lie. Of safetensors files a
+digest covers, without reading all of them,
 
-    index       what a file says about its tensors, whole: names, types, shapes; in GGUF the
-                model's configuration and tokenizer too
+    header      whole: names, types, shapes
     tensors     every one: whole up to 16 KiB, else 256 bytes from each of its equal parts; a
                 tensor of several experts has at least a part for each
     embeddings  whole: a tuned model may change just a few tokens
-    others      files of unknown structure, whole
 
-It is kept beside the weights (`.kvstow-weights.json`) under the files' sizes and times, where that
+Files of other formats are read whole. The digest is kept beside the weights (`.kvstow-weights.json`) under the files' sizes and times, where that
 can be written.
 """
 
@@ -22,15 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, cast
-from zipfile import ZipFile
+from typing import Annotated, Any, BinaryIO, cast
 
 import msgspec
 
 from kvstow.errors import ModelError
-from kvstow.plan.view import align_up
 
 SETTINGS = (
     "params.json",
@@ -224,7 +219,7 @@ EMBEDDINGS = re.compile(r"(^|[._])(wte|tok_embeddings|token_embd|embed\w*)\.")
 CHUNK_BYTES = 8 << 20
 NUM_READERS = 16
 """Files that are read at the same time: samples wait for the disk, not for the processor."""
-_DIGEST_VERSION = 3
+_DIGEST_VERSION = 4
 
 
 class _Cached(msgspec.Struct, frozen=True):
@@ -289,21 +284,21 @@ def _indexed_names(index: Path) -> set[str]:
 
 
 def _digest(files: list[Path]) -> str:
-    share = MAX_SAMPLES // len(files) + 1
     state = blake2b(digest_size=16)
     with ThreadPoolExecutor(min(NUM_READERS, len(files))) as readers:
-        for digest in readers.map(partial(_weight_file_digest, num_samples=share), files):
+        for digest in readers.map(partial(_file_of_weights, num_files=len(files)), files):
             state.update(digest)
     return state.hexdigest()
 
 
-def _weight_file_digest(path: Path, num_samples: int) -> bytes:
+def _file_of_weights(path: Path, num_files: int) -> bytes:
     state = blake2b(digest_size=16)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             state.update(f"{path.name}:{size}:".encode())
-            for offset, nbytes in _places(file, path.suffix, size, num_samples):
+            is_sampled = path.suffix == ".safetensors"
+            for offset, nbytes in _samples(file, size, num_files) if is_sampled else [(0, size)]:
                 for start in range(offset, offset + nbytes, CHUNK_BYTES):
                     length = min(CHUNK_BYTES, offset + nbytes - start)
                     state.update(os.pread(file.fileno(), length, start))
@@ -312,32 +307,32 @@ def _weight_file_digest(path: Path, num_samples: int) -> bytes:
     return state.digest()
 
 
-class _Tensor(NamedTuple):
-    start: int
-    nbytes: int
-    num_parts: int = 1
-    """Things inside that somebody may change alone: experts."""
-    is_embedding: bool = False
-
-
-class _Index(NamedTuple):
-    """What a file says about its tensors: where that stands, and where they lie."""
-
-    start: int
-    nbytes: int
-    tensors: list[_Tensor]
-
-
-def _places(file: BinaryIO, suffix: str, size: int, num_samples: int) -> Iterator[tuple[int, int]]:
-    """Which bytes of a file count, as offset and length."""
-    index = _index(file, suffix, size)
-    yield index.start, index.nbytes
-    # Embeddings that overlap would be read again and again.
-    whole = sum(each.nbytes for each in index.tensors if each.is_embedding) <= size
-    share = num_samples // max(1, len(index.tensors))
-    for start, nbytes, num_parts, is_embedding in sorted(index.tensors):
-        count = max(1, share, min(num_parts, nbytes // WHOLE_BYTES))
-        if (is_embedding and whole) or nbytes <= max(WHOLE_BYTES, count * SAMPLE_BYTES):
+def _samples(file: BinaryIO, size: int, num_files: int) -> Iterator[tuple[int, int]]:
+    """Which bytes of a safetensors file count, as offset and length."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        raise ModelError(f"{file.name}: a header of {header_bytes} bytes in a file of {size}")
+    yield 0, 8 + header_bytes
+    try:
+        tensors: dict[str, Any] = json.loads(file.read(header_bytes))
+        tensors.pop("__metadata__", None)
+        spans = sorted(
+            (lo, hi, name) for name, each in tensors.items() for lo, hi in [each["data_offsets"]]
+        )
+        parts = {name: _num_parts(each.get("shape")) for name, each in tensors.items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file.name}: its header cannot be read: {error!r}") from None
+    share = MAX_SAMPLES // (num_files * len(spans) or 1)
+    first, end = 8 + header_bytes, 0
+    for lo, hi, name in spans:
+        if type(lo) is not int or type(hi) is not int or not end <= lo <= hi <= size - first:
+            raise ModelError(
+                f"{file.name}: its header cannot be read: tensor {name!r} is at {[lo, hi]!r:.80}, "
+                f"behind one that ends at {end}, of {size - first} bytes"
+            )
+        start, nbytes, end = first + lo, hi - lo, hi
+        count = max(1, share, min(parts[name], nbytes // WHOLE_BYTES))
+        if EMBEDDINGS.search(name) or nbytes <= max(WHOLE_BYTES, count * SAMPLE_BYTES):
             yield start, nbytes
             continue
         for i in range(count):
@@ -345,130 +340,7 @@ def _places(file: BinaryIO, suffix: str, size: int, num_samples: int) -> Iterato
             yield start + middle - SAMPLE_BYTES // 2, SAMPLE_BYTES
 
 
-def _index(file: BinaryIO, suffix: str, size: int) -> _Index:
-    match suffix:
-        case ".safetensors":
-            return _safetensors_index(file, size)
-        case ".gguf":
-            return _gguf_index(file, size)
-        case ".bin" | ".pt" | ".pth":
-            return _torch_index(file, size)
-        case _:
-            return _Index(0, size, [])
-
-
-def _safetensors_index(file: BinaryIO, size: int) -> _Index:
-    header_bytes = int.from_bytes(file.read(8), "little")
-    if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
-        raise ModelError(f"{file.name}: a header of {header_bytes} bytes in a file of {size}")
-    start = 8 + header_bytes
-    try:
-        header: Any = json.loads(file.read(header_bytes))
-        if not isinstance(header, dict):
-            raise ValueError("a list or a value, not tensors by name")
-        tensors = [
-            _tensor_at(start, size, name, entry)
-            for name, entry in cast("dict[str, Any]", header).items()
-            if name != "__metadata__"
-        ]
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{file.name}: its header cannot be read: {error!r}") from None
-    return _Index(0, start, tensors)
-
-
-def _tensor_at(start: int, size: int, name: str, entry: Any) -> _Tensor:
-    """A tensor of a file of `size` bytes whose header ends at `start`."""
-    lo, hi = entry["data_offsets"]
-    if type(lo) is not int or type(hi) is not int or not 0 <= lo <= hi <= size - start:
-        raise ValueError(f"a tensor at {[lo, hi]!r:.80}, {size - start} bytes are there")
-    shape = cast("list[Any]", entry["shape"] if isinstance(entry.get("shape"), list) else [])
-    num_parts = shape[0] if len(shape) > 2 and type(shape[0]) is int else 1
-    return _Tensor(start + lo, hi - lo, num_parts, _is_embedding(name))
-
-
-def _is_embedding(name: str) -> bool:
-    return EMBEDDINGS.search(name) is not None
-
-
-def _torch_index(file: BinaryIO, size: int) -> _Index:
-    """Of what `torch.save` writes: an archive with a file per tensor, and a directory at the end
-    that has checksums of all. What is no such archive is read whole."""
-    try:
-        with ZipFile(file) as archive:
-            starts = sorted(entry.header_offset for entry in archive.infolist())
-            end = archive.start_dir
-    except Exception:  # of many kinds, for files that are damaged
-        return _Index(0, size, [])
-    if not starts or starts[0] != 0 or not starts[-1] < end <= size:
-        return _Index(0, size, [])
-    spans = zip(starts, [*starts[1:], end], strict=True)
-    return _Index(end, size - end, [_Tensor(lo, hi - lo) for lo, hi in spans])
-
-
-def _gguf_index(file: BinaryIO, size: int) -> _Index:
-    try:
-        with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-            return _Gguf(data).index()
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ModelError(f"{file.name}: its header cannot be read: {error!r}") from None
-
-
-_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a value in GGUF by its type's number; 8 are texts, 9 lists."""
-
-
-class _Gguf:
-    """A walk through the header of a GGUF file: configuration, then a line per tensor."""
-
-    def __init__(self, data: mmap) -> None:
-        self._data = data
-        self._at = 0
-
-    def index(self) -> _Index:
-        if self._take(4) != b"GGUF" or not 2 <= self._number(4) <= 99:
-            raise ValueError("no GGUF file of version 2 or later")
-        num_tensors, num_fields = self._number(8), self._number(8)
-        fields = {self._value(8): self._value(self._number(4)) for _ in range(num_fields)}
-        lines = sorted(self._tensor() for _ in range(num_tensors))
-        alignment = int.from_bytes(fields.get(b"general.alignment", b"")[:4], "little")
-        start = align_up(self._at, alignment or 32)
-        ends = [*(offset for offset, *_ in lines[1:]), len(self._data) - start]
-        if lines and not lines[-1][0] <= ends[-1]:
-            raise ValueError(f"a tensor at {lines[-1][0]}, {ends[-1]} bytes are there")
-        tensors = [
-            _Tensor(start + offset, end - offset, num_parts, is_embedding)
-            for (offset, num_parts, is_embedding), end in zip(lines, ends, strict=False)
-        ]
-        return _Index(0, min(start, len(self._data)), tensors)
-
-    def _tensor(self) -> tuple[int, int, bool]:
-        """Offset behind the header, outermost of three dimensions or more, and whether the
-        tensor has a row per token."""
-        name = self._value(8).decode(errors="replace")
-        shape = [self._number(8) for _ in range(self._number(4))]
-        self._take(4)
-        return self._number(8), shape[-1] if len(shape) > 2 else 1, _is_embedding(name)
-
-    def _value(self, kind: int) -> bytes:
-        """The next value, of that type; nothing of a list of texts or lists."""
-        if kind in _SCALARS:
-            return self._take(_SCALARS[kind])
-        if kind == 8:
-            return self._take(self._number(8))
-        if kind != 9:
-            raise ValueError(f"a value of type {kind}")
-        kind, count = self._number(4), self._number(8)
-        if kind in _SCALARS:
-            return self._take(count * _SCALARS[kind])
-        for _ in range(count):
-            self._value(kind)
-        return b""
-
-    def _number(self, nbytes: int) -> int:
-        return int.from_bytes(self._take(nbytes), "little")
-
-    def _take(self, nbytes: int) -> bytes:
-        start, self._at = self._at, self._at + nbytes
-        if self._at > len(self._data):
-            raise ValueError(f"it ends at {len(self._data)}, within its header")
-        return self._data[start : self._at]
+def _num_parts(shape: Any) -> int:
+    """Things in a tensor that somebody may change alone: experts."""
+    sizes = cast("list[Any]", shape if isinstance(shape, list) else [])
+    return sizes[0] if len(sizes) > 2 and type(sizes[0]) is int else 1
