@@ -9,13 +9,10 @@ In the order in which they are read:
     layout      where every byte lies; a layout that breaks a law cannot be built
     sharing     the sharing law, decided exactly
     slab        how many rows of each group make a slab
-    words       sizes and orders as people write them
-    alignment   what kernels, NICs and files ask of offsets and strides
-    pack        groups and a budget → layout: packed, union, separate
+    pack        groups and a budget → layout: packed, union, separate; alignments
     models      config.json or catalogue name → the layers of one rank
     identity    which computation made the bytes
-    checkpoint  what decides a checkpoint's computation: configuration, code, tokenizer
-    weight_files  which weights an engine loads, and a digest that covers every tensor
+    checkpoint  what decides a checkpoint's computation: configuration, code, tokenizer, weights
     manifest    a layout as a document, and its fingerprint
     sizing      plan_model: all ranks of a model; what requests cost, how many fit on GPUs
 

@@ -8,8 +8,8 @@ digest covers, without reading all of them,
                 tensor of several experts has at least a part for each
     embeddings  whole: a tuned model may change just a few tokens
 
-Files of other formats are read whole. The digest is kept beside the weights (`.kvstow-weights.json`) under the files' sizes and times, where that
-can be written.
+Files of other formats are read whole. The digest is kept beside the weights
+(`.kvstow-weights.json`) under the files' sizes and times, where that can be written.
 """
 
 import json

@@ -8,19 +8,18 @@ from kvstow.errors import ModelError
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Order
 from kvstow.plan.models import model_layers
-from kvstow.plan.models.deepseek import indexer, latent
-from kvstow.plan.models.precision import Precision, precision
+from kvstow.plan.models.deepseek import indexer
 from kvstow.plan.pack import PACKINGS, Packing, Site, packed_as
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import LayerSpec
-from model_facts import config
+from model_facts import LLAMA, config
 
 V4 = {layer.name: layer for layer in model_layers("deepseek-v4-flash").layers}
 
 
 def mla(dtype: str, latent_dim: int = 512) -> LayerSpec:
-    how: Precision = precision(dtype)
-    return latent("m", block_tokens=16, latent_dim=latent_dim, rope_dim=64, precision=how)
+    facts = {**LLAMA, "model_type": "deepseek_v3", "kv_lora_rank": latent_dim}
+    return model_layers({**facts, "qk_rope_head_dim": 64}, kv_dtype=dtype).layers[0]
 
 
 V4_COUNTS = {
@@ -146,7 +145,10 @@ def test_v4_ratios_may_be_given_as_layer_types() -> None:
         ({"compress_ratios": None}, "no 'compress_ratios' or 'layer_types'"),
         ({"compress_ratios": [4] * 42}, "42 entries, num_hidden_layers is 43"),
         ({"compress_ratios": [8] * 43}, "ratio 8 is none of"),
-        ({"compress_ratios": [True] * 43}, "holds True"),
+        (
+            {"compress_ratios": [True] * 43},
+            "not a list of whole numbers",
+        ),
         ({"qk_rope_head_dim": 512}, "512 is not below head_dim 512"),
     ],
 )

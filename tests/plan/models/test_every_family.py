@@ -9,8 +9,7 @@ import pytest
 
 from kvstow.errors import ModelError
 from kvstow.plan.models import Model, load_model, stack
-from kvstow.plan.models.precision import ServingOptions
-from kvstow.plan.models.ranks import TensorRank
+from kvstow.plan.models.serving import ServingOptions
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 from kvstow.plan.spec import LayerSpec
 
@@ -18,7 +17,7 @@ cache_utils = pytest.importorskip("transformers.cache_utils")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SERVING = ServingOptions(rank=TensorRank(), block_tokens=None, kv_dtype=None)
+SERVING = ServingOptions()
 KEEPS_NOTHING = ("mlp", "moe")
 
 

@@ -2,10 +2,8 @@
 
 catalogue   real models by name
 config      a model's facts: where they come from, typed questions about them
-ranks       what one rank holds of an axis, and of the layers
-precision   what the operator chooses: ranks, tokens per block, element types
-windows     what each layer sees: everything, a window, a chunk
-attention   ordinary decoders, and decoders that read an encoder
+serving     what the operator chooses: ranks, tokens per block, element types
+attention   ordinary decoders, what their layers see, and decoders that read an encoder
 deepseek    latent and compressed attention
 hybrid      models with recurrent layers, a table
 
@@ -25,8 +23,7 @@ from kvstow.plan.models.deepseek import (
     twin_latent_decoder,
 )
 from kvstow.plan.models.hybrid import FAMILIES, hybrid_decoder
-from kvstow.plan.models.precision import ServingOptions, Stack
-from kvstow.plan.models.ranks import TensorRank, stage
+from kvstow.plan.models.serving import ServingOptions, Stack, stage
 from kvstow.plan.spec import LayerSpec
 
 __all__ = ["Config", "Model", "catalogue", "load_model", "model_layers"]
@@ -98,8 +95,7 @@ def model_layers(
     `kv_dtype` None or `auto` is the model's own element type.
     """
     config = load_model(source)
-    rank = TensorRank(tp, tp_rank)
-    serving = ServingOptions(rank=rank, block_tokens=block_tokens, kv_dtype=kv_dtype)
+    serving = ServingOptions(tp=tp, rank=tp_rank, block_tokens=block_tokens, kv_dtype=kv_dtype)
     whole = stack(config, serving)
     held = stage(len(whole.layers), pp=pp, pp_rank=pp_rank)
     layers = tuple(layer for i in held for layer in whole.layers[i])

@@ -1,33 +1,36 @@
 """Ordinary decoders: attention in every layer, over everything, a window, or a chunk.
 
 A cell of one kv head and one token is `k v`, with `k_scale v_scale` behind them where
-elements are narrow; nvfp4 pages are four sections, `k`, `k_scale`, `v`, `v_scale`. Which
-layers see what is in `windows`. Decoders that read an encoder have a second cache per layer.
+elements are narrow; nvfp4 pages are four sections, `k`, `k_scale`, `v`, `v_scale`. Decoders that
+read an encoder have a second cache per layer.
+
+What each layer sees is read from `layer_types` where the configuration lists them. Older files
+have `sliding_window` and leave the pattern to their family; each family's rule here is the one
+that transformers follows, and a window whose family has no rule is refused:
+
+    everywhere    mistral, mixtral, phi3 …      every layer, unless `use_sliding_window` is false
+    every nth     gemma3, cohere2, exaone4 …    the nth layer sees everything
+    first of n    cwm, granite_swa              the first of each n layers sees everything
+    from layer n  qwen2, qwen3, dots1 …         layers from `max_window_layers` on
+    without rope  smollm3                       layers that have no rotary positions
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from kvstow.errors import ModelError
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.precision import (
-    NvFp4,
-    PerTokenHead,
-    Plain,
-    Precision,
-    ScaledLatent,
-    ServingOptions,
-    Stack,
-)
-from kvstow.plan.models.ranks import AxisPart, split
-from kvstow.plan.models.windows import retentions
-from kvstow.plan.retention import Encoder, Full, Retention
+from kvstow.plan.models.serving import AxisPart, Precision, ServingOptions, Stack
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 ONE_HEAD = Extent.whole("head", 1)
-_NVFP4_SCALE_GROUP = 16
+_SCALE_GROUP = 16
+"""Elements of nvfp4 that have a scale together."""
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_MOST_LAYERS = 1000
+MOST_LAYERS = 1000
 _QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = (
     "num_key_value_heads",
@@ -45,66 +48,7 @@ def content(name: str, dtype: DType, size: int, section: int = 0) -> Field:
     return Field(name, dtype, (Extent.whole("content", size),), section)
 
 
-def attention(
-    name: str,
-    *,
-    retention: Retention,
-    block_tokens: int,
-    heads: Extent,
-    key_dim: int,
-    value_dim: int,
-    precision: Precision,
-) -> LayerSpec:
-    """Keys and values of each token, per kv head: `key_dim + value_dim` elements and scales."""
-    return LayerSpec(
-        name=name,
-        retention=retention,
-        block_tokens=block_tokens,
-        states=block_tokens,
-        heads=heads,
-        fields=_key_value_fields(name, key_dim, value_dim, precision),
-    )
-
-
-def _key_value_fields(
-    name: str, key_dim: int, value_dim: int, precision: Precision
-) -> tuple[Field, ...]:
-    match precision:
-        case Plain(dtype):
-            return content("k", dtype, key_dim), content("v", dtype, value_dim)
-        case PerTokenHead(dtype):
-            return (
-                content("k", dtype, key_dim),
-                content("v", dtype, value_dim),
-                content("k_scale", DType.FLOAT32, 1),
-                content("v_scale", DType.FLOAT32, 1),
-            )
-        case NvFp4():
-            return _nvfp4_fields(name, key_dim, value_dim)
-        case ScaledLatent():
-            raise ModelError(
-                f"layer {name!r}: fp8_ds_mla stores latents, and this layer keeps keys and values"
-                "\n\nhint: use fp8 or fp8_per_token_head"
-            )
-
-
-def _nvfp4_fields(name: str, key_dim: int, value_dim: int) -> tuple[Field, ...]:
-    for dim in (key_dim, value_dim):
-        if dim % _NVFP4_SCALE_GROUP:
-            raise ModelError(
-                f"layer {name!r}: nvfp4 needs head dims in multiples of "
-                f"{_NVFP4_SCALE_GROUP}, not {dim}"
-            )
-    return (
-        content("k", DType.FLOAT4_E2M1, key_dim, 0),
-        content("k_scale", DType.FLOAT8_E4M3, key_dim // _NVFP4_SCALE_GROUP, 1),
-        content("v", DType.FLOAT4_E2M1, value_dim, 2),
-        content("v_scale", DType.FLOAT8_E4M3, value_dim // _NVFP4_SCALE_GROUP, 3),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
+class Heads(NamedTuple):
     """An attention's heads, of the whole model."""
 
     query: int
@@ -115,15 +59,38 @@ class Heads:
 
 def num_layers(config: Config) -> int:
     """How many decoder layers the model has."""
-    return checked_layers(config, *_LAYERS)
+    return config.count(*_LAYERS, most=MOST_LAYERS)
 
 
-def checked_layers(config: Config, *keys: str) -> int:
-    """The number of layers under the first of `keys` that has a value, within reason."""
-    total = config.count(*keys)
-    if total > _MOST_LAYERS:
-        raise config.error(f"{config.present(*keys)} is {total}, more than {_MOST_LAYERS}")
-    return total
+def _key_value_fields(name: str, heads: Heads, precision: Precision) -> tuple[Field, ...]:
+    """Keys and values of a token and head, and their scales."""
+    key_dim, value_dim = heads.key_dim, heads.value_dim
+    dtype, scale = precision.dtype, DType.FLOAT8_E4M3
+    plain = content("k", dtype, key_dim), content("v", dtype, value_dim)
+    match precision.scales:
+        case "none":
+            return plain
+        case "head":
+            scales = (content(f"{each}_scale", DType.FLOAT32, 1) for each in "kv")
+            return *plain, *scales
+        case "group":
+            for dim in (key_dim, value_dim):
+                if dim % _SCALE_GROUP:
+                    raise ModelError(
+                        f"layer {name!r}: nvfp4 needs head dims in multiples of {_SCALE_GROUP}, "
+                        f"not {dim}"
+                    )
+            return (
+                plain[0],
+                content("k_scale", scale, key_dim // _SCALE_GROUP, 1),
+                content("v", dtype, value_dim, 2),
+                content("v_scale", scale, value_dim // _SCALE_GROUP, 3),
+            )
+        case "latent":
+            raise ModelError(
+                f"layer {name!r}: fp8_ds_mla stores latents, and this layer keeps keys and values"
+                "\n\nhint: use fp8 or fp8_per_token_head"
+            )
 
 
 def heads_of(config: Config) -> Heads:
@@ -170,16 +137,15 @@ def self_attention(
     heads: Heads | None = None,
 ) -> LayerSpec:
     """One attention layer of the model, this rank's part of it."""
-    heads = heads_of(config) if heads is None else heads
-    serving.rank.divided("attention heads", heads.query)
-    return attention(
-        name,
+    heads = heads or heads_of(config)
+    serving.divided("attention heads", heads.query)
+    return LayerSpec(
+        name=name,
         retention=retention,
         block_tokens=serving.tokens,
-        heads=split("head", (AxisPart("kv heads", heads.kv, replicable=True),), serving.rank),
-        key_dim=heads.key_dim,
-        value_dim=heads.value_dim,
-        precision=serving.precision(config),
+        states=serving.tokens,
+        heads=serving.split("head", AxisPart("kv heads", heads.kv, replicable=True)),
+        fields=_key_value_fields(name, heads, serving.precision(config)),
     )
 
 
@@ -201,23 +167,13 @@ def sharing_decoder(config: Config, serving: ServingOptions) -> Stack:
     In Gemma 4 layers that see everything have heads of their own size and number.
     """
     total = num_layers(config)
-    kept = total - _shared_layers(config, total)
+    kept = total - config.count("num_kv_shared_layers", default=0, least=0, most=total - 1)
     layers: list[tuple[LayerSpec, ...]] = []
     for i, retention in enumerate(retentions(config, total)[:kept]):
         heads = _heads_of_layer(config, i, sees_all=isinstance(retention, Full))
         name = f"model.layers.{i}.self_attn"
         layers.append((self_attention(name, config, serving, retention=retention, heads=heads),))
     return Stack((*layers, *[()] * (total - kept)))
-
-
-def _shared_layers(config: Config, total: int) -> int:
-    shared = config.facts.get("num_kv_shared_layers")
-    shared = 0 if shared is None else shared
-    if type(shared) is not int or not 0 <= shared < total:
-        raise config.error(
-            f"num_kv_shared_layers is {shared!r}, not a whole number from 0 to {total - 1}"
-        )
-    return shared
 
 
 _PER_LAYER = {"head_dim", "num_key_value_heads"}
@@ -257,7 +213,7 @@ def encoder_decoder(config: Config, serving: ServingOptions) -> Stack:
     return _reading_decoder(
         config,
         serving,
-        num_layers=checked_layers(config, "decoder_layers"),
+        num_layers=config.count("decoder_layers", most=MOST_LAYERS),
         heads=Heads(query=heads, kv=heads, key_dim=dim, value_dim=dim),
         tokens=config.count("max_source_positions", "max_position_embeddings"),
         names=("model.decoder.layers.{}.self_attn", "model.decoder.layers.{}.encoder_attn"),
@@ -272,7 +228,7 @@ def t5(config: Config, serving: ServingOptions) -> Stack:
     stack = _reading_decoder(
         config,
         serving,
-        num_layers=checked_layers(config, "num_decoder_layers", "num_layers"),
+        num_layers=config.count("num_decoder_layers", "num_layers", most=MOST_LAYERS),
         heads=Heads(query=heads, kv=heads, key_dim=dim, value_dim=dim),
         tokens=tokens,
         names=(
@@ -305,3 +261,158 @@ def _reading_decoder(
             for i in range(num_layers)
         )
     )
+
+
+# ── what each layer sees ──────────────────────────────────────────────────────────────────
+
+Rule = Callable[[Config, int], Sequence[bool]]
+"""For each of so many layers of a model with a window, whether the layer is limited to it."""
+
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
+
+
+def layer_types(config: Config, total: int) -> list[str] | None:
+    """The configuration's own list of layer types, if it has one."""
+    key = config.present("layer_types", "layers_block_type")
+    if key is None:
+        return None
+    types = config.texts(key)
+    if len(types) != total:
+        raise config.error(f"{key} names {len(types)} layers, num_hidden_layers is {total}")
+    return types
+
+
+def retentions(config: Config, total: int) -> list[Retention]:
+    """What each of the `total` layers of a decoder sees."""
+    types = layer_types(config, total)
+    if types is not None:
+        return [_retention(config, kind) for kind in types]
+    if config.model_type in ("llama4_text", "llama4"):
+        return _chunked(config, total)
+    used = config.flag("use_sliding_window", default=True)
+    if not used or "sliding_window" not in config:
+        return [Full()] * total
+    rule = _RULES.get(config.model_type)
+    window = Window(config.count("sliding_window"))
+    if rule is None:
+        raise config.error(
+            f"sliding_window is {window.tokens}, and nothing says which layers of model_type "
+            f"{config.model_type!r} it limits",
+            "add 'layer_types', a list of 'full_attention' and 'sliding_attention'; "
+            "or take sliding_window out if no layer has it",
+        )
+    return [window if limited else Full() for limited in rule(config, total)]
+
+
+def _retention(config: Config, kind: str) -> Retention:
+    match kind:
+        case "full_attention" | "attention" | "global_attention":
+            return Full()
+        case "sliding_attention" | "sliding_window_attention":
+            return Window(config.count("sliding_window"))
+        case "chunked_attention":
+            return Chunk(config.count("attention_chunk_size"))
+        case _:
+            raise config.error(
+                f"layer_types has {kind!r}, which is not supported for model_type "
+                f"{config.model_type!r}"
+            )
+
+
+# ── the rules ─────────────────────────────────────────────────────────────────────────────
+
+
+def _every(default: int, *keys: str) -> Rule:
+    """All but each nth layer; the number is under one of `keys`, or letters as in `LLLG`."""
+
+    def rule(config: Config, total: int) -> list[bool]:
+        key = config.present(*keys)
+        if key is not None and isinstance(config.facts[key], str):
+            letters = config.text(key, "")
+            if not letters or set(letters) - {"L", "G"}:
+                raise config.error(f"{key} is {letters!r}, not letters L (local) and G (global)")
+            return [letters[i % len(letters)] == "L" for i in range(total)]
+        period = default if key is None else config.count(key)
+        return [(i + 1) % period != 0 for i in range(total)]
+
+    return rule
+
+
+def _each(limited: Callable[[int], bool]) -> Rule:
+    return lambda config, total: [limited(i) for i in range(total)]
+
+
+def _from_layer(default: int) -> Rule:
+    def rule(config: Config, total: int) -> list[bool]:
+        first = config.count("max_window_layers", default=default, least=0)
+        return [i >= first for i in range(total)]
+
+    return rule
+
+
+def _even_before_layer(config: Config, total: int) -> list[bool]:
+    limit = config.count("max_window_layers", default=28, least=0)
+    return [i % 2 == 0 and i < limit for i in range(total)]
+
+
+def _without_rope(config: Config, total: int) -> list[bool]:
+    return [not has_rope for has_rope in _rotary(config, total)]
+
+
+def _where_used(rule: Rule) -> Rule:
+    """Qwen's files name a window that only `use_sliding_window` switches on."""
+    off = _each(lambda i: False)
+    return lambda config, total: (
+        rule if config.flag("use_sliding_window", default=False) else off
+    )(config, total)
+
+
+def _rotary(config: Config, total: int) -> list[bool]:
+    """For each layer whether it has rotary positions."""
+    if not config.facts.get("no_rope_layers"):
+        period = config.count("no_rope_layer_interval", default=4)
+        return [(i + 1) % period != 0 for i in range(total)]
+    rotary = config.counts("no_rope_layers")
+    if len(rotary) != total:
+        raise config.error(
+            f"no_rope_layers has {len(rotary)} entries, num_hidden_layers is {total}"
+        )
+    return [has_rope != 0 for has_rope in rotary]
+
+
+def _chunked(config: Config, total: int) -> list[Retention]:
+    """Llama 4: layers with rotary positions see their chunk, the others everything."""
+    if "attention_chunk_size" not in config:
+        return [Full()] * total
+    chunk = Chunk(config.count("attention_chunk_size"))
+    return [chunk if has_rope else Full() for has_rope in _rotary(config, total)]
+
+
+def _families(rule: Rule, *names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names, rule)
+
+
+_RULES: dict[str, Rule] = {
+    **_families(
+        _each(lambda i: True),
+        *("ministral", "ministral3", "mistral", "mixtral", "phi3", "phi4_multimodal", "phimoe"),
+        "starcoder2",
+    ),
+    **_families(_each(lambda i: i % 4 != 0), "cwm", "granite_swa", "granitemoe_swa"),
+    **_families(_every(2), "gemma2", "gpt_oss", "vaultgemma"),
+    **_families(_every(4, *_PATTERN), "cohere2", "exaone4", "exaone_moe"),
+    **_families(_every(4), "olmo3"),
+    **_families(_every(4, "global_attn_every_n_layers"), "afmoe"),
+    **_families(_every(5), "gemma3n_text"),
+    **_families(_every(6, *_PATTERN), "gemma3", "gemma3_text"),
+    **_families(_every(6), "gemma4_text"),
+    **_families(_from_layer(62), "dots1"),
+    **_families(_where_used(_from_layer(28)), "qwen2", "qwen3", "qwen2_5_omni_text"),
+    **_families(
+        _where_used(_from_layer(80)),
+        *("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+    ),
+    **_families(_where_used(_each(lambda i: True)), "qwen3_moe"),
+    **_families(_where_used(_even_before_layer), "qwen2_moe"),
+    **_families(_where_used(_without_rope), "smollm3"),
+}

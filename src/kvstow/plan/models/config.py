@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
+
+from msgspec import ValidationError, convert
 
 from kvstow.errors import ModelError
-from kvstow.plan.checkpoint import checkpoint_name
+from kvstow.plan.checkpoint import checkpoint_name, small_file
 from kvstow.plan.models.catalogue import entry, is_known
+from kvstow.plan.view import MAX_TOKENS, check_count
 
-_MOST = 2**40
-MAX_CONFIG_BYTES = 16 << 20
+Value = TypeVar("Value")
+
 
 _TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 
@@ -63,67 +66,50 @@ class Config:
         """The first of `keys` that has a value."""
         return next((key for key in keys if key in self), None)
 
-    def count(self, *keys: str, default: int | None = None, least: int = 1) -> int:
-        """The whole number, `least` or more, under the first of `keys` that has a value."""
+    def count(
+        self, *keys: str, default: int | None = None, least: int = 1, most: int = MAX_TOKENS
+    ) -> int:
+        """The whole number, `least` to `most`, under the first of `keys` that has a value."""
         key = self.present(*keys)
         if key is None:
             if default is None:
                 raise self.missing(*keys)
             return default
-        value = self.facts[key]
-        if type(value) is not int or value < least:  # JSON's true and false are no numbers
-            raise self.error(f"{key} is {value!r}, not a whole number >= {least}")
-        if value > _MOST:
-            raise self.error(f"{key} is {value!r}, more than {_MOST}")
-        return value
+        where = f"{self.name}: {key}"
+        return check_count(where, self.facts[key], least=least, most=most, error=ModelError)
 
     def text(self, key: str, default: str) -> str:
         """The string under `key`."""
-        value = self.facts.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.error(f"{key} is {value!r}, not a string")
-        return value
+        return self._read(key, str, "a string", default)
 
     def flag(self, key: str, *, default: bool) -> bool:
         """The boolean under `key`."""
-        value = self.facts.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(f"{key} is {value!r}, not true or false")
-        return value
-
-    def items(self, key: str) -> list[object]:
-        """The list under `key`."""
-        value = self.facts.get(key)
-        if not isinstance(value, list | tuple):
-            raise self.error(f"{key} is {value!r}, not a list")
-        return list(cast(list[object], value))
+        return self._read(key, bool, "true or false", default)
 
     def counts(self, key: str) -> list[int]:
         """The list of whole numbers >= 0 under `key`."""
-        values = self.items(key)
-        bad = [v for v in values if type(v) is not int or v < 0]
-        if bad:
+        values = self._read(key, list[int], "a list of whole numbers")
+        if bad := [value for value in values if value < 0]:
             raise self.error(f"{key} holds {bad[0]!r}, not a whole number >= 0")
-        return cast(list[int], values)
+        return values
 
     def texts(self, key: str) -> list[str]:
         """The list of strings under `key`."""
-        values = self.items(key)
-        bad = [v for v in values if not isinstance(v, str)]
-        if bad:
-            raise self.error(f"{key} holds {bad[0]!r}, not a string")
-        return cast(list[str], values)
+        return self._read(key, list[str], "a list of strings")
 
     def inner(self, key: str) -> "Config":
         """The object under `key`, as facts of its own."""
+        facts = self._read(key, dict[str, object], "an object")
+        return Config(name=f"{self.name}: {key}", facts=facts)
+
+    def _read(self, key: str, kind: type[Value], what: str, default: Value | None = None) -> Value:
         value = self.facts.get(key)
-        if not isinstance(value, Mapping):
-            raise self.error(f"{key} is {value!r}, not an object")
-        return Config(name=f"{self.name}: {key}", facts=cast(Mapping[str, object], value))
+        if value is None and default is not None:
+            return default
+        try:
+            return convert(value, kind)
+        except ValidationError:
+            raise self.error(f"{key} is {value!r:.80}, not {what}") from None
 
 
 Source = str | Path | Mapping[str, object] | Config
@@ -179,17 +165,11 @@ def _from_file(path: Path) -> Config:
         path = path.expanduser()
     file = _config_in(path) if path.is_dir() else path
     try:
-        with file.open("rb") as stream:
-            data = stream.read(MAX_CONFIG_BYTES + 1)
-        if len(data) > MAX_CONFIG_BYTES:
-            raise ModelError(
-                f"{file}: too large for a config.json: more than {MAX_CONFIG_BYTES} bytes"
-            )
-        facts: object = json.loads(data)
+        facts: object = json.loads(small_file(file))
     except OSError as error:
         shadowed = is_known(str(path))
         hint = f"\n\nhint: {path} here hides the model of that name" if shadowed else ""
-        raise ModelError(f"{file}: cannot be read: {error.strerror}{hint}") from error
+        raise ModelError(f"{file}: cannot be read: {error.strerror or error}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not JSON: {error}") from error
     name = checkpoint_name(file.parent.resolve()) if file.name == "config.json" else file.stem

@@ -21,18 +21,16 @@ padded to 8 of them, behind all latents of the page. Pages start at multiples of
 from math import lcm
 
 from kvstow.errors import ModelError
-from kvstow.plan.models.attention import ONE_HEAD, checked_layers, content, num_layers
-from kvstow.plan.models.config import Config
-from kvstow.plan.models.precision import (
-    NvFp4,
-    PerTokenHead,
-    Plain,
-    Precision,
-    ScaledLatent,
-    ServingOptions,
-    Stack,
+from kvstow.plan.models.attention import (
+    MOST_LAYERS,
+    ONE_HEAD,
+    content,
+    layer_types,
+    num_layers,
+    retentions,
 )
-from kvstow.plan.models.windows import layer_types, retentions
+from kvstow.plan.models.config import Config
+from kvstow.plan.models.serving import Precision, ServingOptions, Stack
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Field, LayerSpec
 from kvstow.plan.view import align_up, ceil_div
@@ -44,8 +42,7 @@ _LATENT_SCALE_GROUP = 128
 def _cache(
     name: str,
     block_tokens: int,
-    fields: tuple[Field, ...],
-    *,
+    *fields: Field,
     retention: Retention = _FULL,
     ratio: int = 1,
     align: int = 1,
@@ -63,34 +60,33 @@ def _cache(
 
 
 def latent(
-    name: str, *, block_tokens: int, latent_dim: int, rope_dim: int, precision: Precision
+    name: str, config: Config, serving: ServingOptions, precision: Precision | None = None
 ) -> LayerSpec:
-    """MLA: one latent and one rotary key per token."""
-    return _cache(name, block_tokens, _latent_fields(name, latent_dim, rope_dim, precision))
-
-
-def _latent_fields(
-    name: str, latent_dim: int, rope_dim: int, precision: Precision
-) -> tuple[Field, ...]:
-    match precision:
-        case Plain(dtype):
-            return content("latent", dtype, latent_dim), content("rope", dtype, rope_dim)
-        case ScaledLatent():
-            if latent_dim % _LATENT_SCALE_GROUP:
+    """MLA: one latent and one rotary key per token, the same on every tensor-parallel rank."""
+    serving.divided("attention heads", config.count("num_attention_heads"))
+    precision = precision or serving.precision(config)
+    size, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
+    dtype = precision.dtype
+    match precision.scales:
+        case "none":
+            fields = content("latent", dtype, size), content("rope", dtype, rope)
+        case "latent":
+            if size % _LATENT_SCALE_GROUP:
                 raise ModelError(
                     f"layer {name!r}: fp8_ds_mla scales latents by {_LATENT_SCALE_GROUP}s, "
-                    f"and {latent_dim} is not a multiple of it"
+                    f"and {size} is not a multiple of it"
                 )
-            return (
-                content("latent", DType.FLOAT8_E4M3, latent_dim),
-                content("scale", DType.FLOAT32, latent_dim // _LATENT_SCALE_GROUP),
-                content("rope", DType.BFLOAT16, rope_dim),
+            fields = (
+                content("latent", dtype, size),
+                content("scale", DType.FLOAT32, size // _LATENT_SCALE_GROUP),
+                content("rope", DType.BFLOAT16, rope),
             )
-        case PerTokenHead() | NvFp4():
+        case "head" | "group":
             raise ModelError(
                 f"layer {name!r}: latents are not stored with per-head or nvfp4 scales"
                 "\n\nhint: use fp8 or fp8_ds_mla"
             )
+    return _cache(name, serving.tokens, *fields)
 
 
 def indexer(
@@ -99,44 +95,26 @@ def indexer(
     """Sparse attention's index: an fp8 key for every `ratio` tokens, and behind all keys of a page
     their float32 scales, as the kernels store them."""
     fields = content("key", DType.FLOAT8_E4M3, key_dim), content("scale", DType.FLOAT32, 1, 1)
-    return _cache(name, block_tokens, fields, ratio=ratio, align=align)
-
-
-def latent_layer(
-    name: str, config: Config, serving: ServingOptions, precision: Precision
-) -> LayerSpec:
-    """One MLA cache: the same on every tensor-parallel rank."""
-    serving.rank.divided("attention heads", config.count("num_attention_heads"))
-    return latent(
-        name,
-        block_tokens=serving.tokens,
-        latent_dim=config.count("kv_lora_rank"),
-        rope_dim=config.count("qk_rope_head_dim"),
-        precision=precision,
-    )
+    return _cache(name, block_tokens, *fields, ratio=ratio, align=align)
 
 
 def latent_decoder(config: Config, serving: ServingOptions) -> Stack:
     """MLA in every layer."""
-    precision = serving.precision(config)
     total = num_layers(config)
     if set(retentions(config, total)) != {Full()}:
         raise config.error(
             "some of its layers see a window, which is not supported with latent attention"
         )
     names = (f"model.layers.{i}.self_attn" for i in range(total))
-    return Stack(tuple((latent_layer(name, config, serving, precision),) for name in names))
+    return Stack(tuple((latent(name, config, serving),) for name in names))
 
 
 def twin_latent_decoder(config: Config, serving: ServingOptions) -> Stack:
     """MLA twice in every layer (LongCat)."""
-    precision = serving.precision(config)
-    names = (f"model.layers.{i}.self_attn" for i in range(checked_layers(config, "num_layers")))
+    total = config.count("num_layers", most=MOST_LAYERS)
+    names = (f"model.layers.{i}.self_attn" for i in range(total))
     return Stack(
-        tuple(
-            tuple(latent_layer(f"{name}.{j}", config, serving, precision) for j in range(2))
-            for name in names
-        )
+        tuple(tuple(latent(f"{name}.{j}", config, serving) for j in range(2)) for name in names)
     )
 
 
@@ -147,15 +125,15 @@ def indexed_decoder(config: Config, serving: ServingOptions) -> Stack:
     """
     precision = serving.precision(config)
     notes: tuple[str, ...] = ()
-    if precision == Plain(DType.FLOAT8_E4M3):
-        precision = ScaledLatent()
+    if precision == Precision(DType.FLOAT8_E4M3):
+        precision = Precision(DType.FLOAT8_E4M3, "latent")
         notes = ("fp8 latents of sparse attention carry scales: stored as fp8_ds_mla",)
     key_dim = config.count("index_head_dim")
     layers: list[tuple[LayerSpec, ...]] = []
     for i in range(num_layers(config)):
         name = f"model.layers.{i}.self_attn"
         index = indexer(f"{name}.indexer", block_tokens=serving.tokens, key_dim=key_dim)
-        layers.append((latent_layer(name, config, serving, precision), index))
+        layers.append((latent(name, config, serving, precision), index))
     return Stack(tuple(layers), notes)
 
 
@@ -166,8 +144,9 @@ _SLIDING_BLOCK_TOKENS = 64
 _ALIGN = 576
 _SCALE_GROUP = 64
 _SCALE_BYTES_MULTIPLE = 8
-_STATE_BLOCK_TOKENS = {4: 4, 128: 8}
-_OVERLAP = {4: 2, 128: 1}
+_COMPRESSORS = {4: (4, 2), 128: (8, 1)}
+"""By ratio, tokens per block of what the compressor still has to fold in, and how many of its
+windows overlap: with ratio 4 it looks back over two."""
 _RATIO_OF_TYPE = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -175,43 +154,9 @@ _RATIO_OF_TYPE = {
 }
 
 
-def compressed_latent(
-    name: str,
-    *,
-    block_tokens: int,
-    head_dim: int,
-    rope_dim: int,
-    ratio: int = 1,
-    retention: Retention = _FULL,
-) -> LayerSpec:
-    """One latent for every `ratio` tokens."""
-    groups = ceil_div(head_dim - rope_dim, _SCALE_GROUP)
-    fields = (
-        content("latent", DType.FLOAT8_E4M3, head_dim - rope_dim),
-        content("rope", DType.BFLOAT16, rope_dim),
-        content("scale", DType.UINT8, align_up(groups, _SCALE_BYTES_MULTIPLE), 1),
-    )
-    return _cache(name, block_tokens, fields, retention=retention, ratio=ratio, align=_ALIGN)
-
-
-def compressor_state(name: str, *, ratio: int, dim: int) -> LayerSpec:
-    """Values and scores of the tokens that the compressor has not folded in yet.
-
-    Ratio 4 folds overlapping windows, so it keeps two of each and looks back over
-    two windows; ratio 128 keeps one.
-    """
-    overlap = _OVERLAP[ratio]
-    fields = (
-        content("value", DType.FLOAT32, overlap * dim),
-        content("score", DType.FLOAT32, overlap * dim),
-    )
-    window = Window(overlap * ratio)
-    return _cache(name, _STATE_BLOCK_TOKENS[ratio], fields, retention=window, align=_ALIGN)
-
-
 def compressed_decoder(config: Config, serving: ServingOptions) -> Stack:
     """DeepSeek-V4: a sliding latent in every layer, and what its ratio adds to it."""
-    serving.rank.divided("attention heads", config.count("num_attention_heads"))
+    serving.divided("attention heads", config.count("num_attention_heads"))
     if not serving.keeps_own_dtype and serving.kv_dtype not in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
         raise config.error(
             f"its caches have a fixed fp8 format, kv_dtype {serving.kv_dtype!r} cannot be stored",
@@ -245,46 +190,48 @@ def _ratios(config: Config) -> list[int]:
             raise config.error(
                 f"compress_ratios has {len(ratios)} entries, num_hidden_layers is {total}"
             )
-        ratios = ratios[:total]
     else:
         types = layer_types(config, total)
         if types is None:
             raise config.missing("compress_ratios", "layer_types")
         ratios = [_RATIO_OF_TYPE.get(kind, -1) for kind in types]
-    if not set(ratios) <= {0, 4, 128}:
-        odd = next(ratio for ratio in ratios if ratio not in (0, 4, 128))
-        raise config.error(f"compression ratio {odd} is none of 0, 4 and 128")
-    return ratios
+    if odd := [ratio for ratio in ratios[:total] if ratio not in (0, 4, 128)]:
+        raise config.error(f"compression ratio {odd[0]} is none of 0, 4 and 128")
+    return ratios[:total]
 
 
 def _compressed_layer(
     name: str, config: Config, ratio: int, block_tokens: int
 ) -> tuple[LayerSpec, ...]:
+    """The caches of one layer: its latents, and what makes them."""
     head_dim, rope_dim = config.count("head_dim"), config.count("qk_rope_head_dim")
     if rope_dim >= head_dim:
         raise config.error(f"qk_rope_head_dim {rope_dim} is not below head_dim {head_dim}")
-    sliding = compressed_latent(
-        f"{name}.sliding",
-        block_tokens=_SLIDING_BLOCK_TOKENS,
-        head_dim=head_dim,
-        rope_dim=rope_dim,
-        retention=Window(config.count("sliding_window")),
+    scales = align_up(ceil_div(head_dim - rope_dim, _SCALE_GROUP), _SCALE_BYTES_MULTIPLE)
+    fields = (
+        content("latent", DType.FLOAT8_E4M3, head_dim - rope_dim),
+        content("rope", DType.BFLOAT16, rope_dim),
+        content("scale", DType.UINT8, scales, 1),
+    )
+    window = Window(config.count("sliding_window"))
+    sliding = _cache(
+        f"{name}.sliding", _SLIDING_BLOCK_TOKENS, *fields, retention=window, align=_ALIGN
     )
     if ratio == 0:
         return (sliding,)
-    main = compressed_latent(
-        f"{name}.c{ratio}",
-        block_tokens=block_tokens,
-        head_dim=head_dim,
-        rope_dim=rope_dim,
-        ratio=ratio,
-    )
-    state = compressor_state(f"{name}.c{ratio}_state", ratio=ratio, dim=head_dim)
+    main = _cache(f"{name}.c{ratio}", block_tokens, *fields, ratio=ratio, align=_ALIGN)
+    state = _compressor(f"{name}.c{ratio}_state", ratio, head_dim)
     if ratio == 128:
         return main, sliding, state
     key_dim = config.count("index_head_dim")
     index = indexer(
         f"{name}.indexer", block_tokens=block_tokens, key_dim=key_dim, ratio=ratio, align=_ALIGN
     )
-    index_state = compressor_state(f"{name}.indexer_state", ratio=ratio, dim=key_dim)
-    return main, index, sliding, state, index_state
+    return main, index, sliding, state, _compressor(f"{name}.indexer_state", ratio, key_dim)
+
+
+def _compressor(name: str, ratio: int, dim: int) -> LayerSpec:
+    """Values and scores of the tokens that the compressor has not folded in yet."""
+    tokens, overlap = _COMPRESSORS[ratio]
+    fields = (content(what, DType.FLOAT32, overlap * dim) for what in ("value", "score"))
+    return _cache(name, tokens, *fields, retention=Window(overlap * ratio), align=_ALIGN)

@@ -17,14 +17,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
-from kvstow.plan.models.attention import ONE_HEAD, Heads, heads_of, num_layers, self_attention
+from kvstow.plan.models.attention import (
+    ONE_HEAD,
+    Heads,
+    heads_of,
+    layer_types,
+    num_layers,
+    self_attention,
+)
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.deepseek import latent_layer
-from kvstow.plan.models.precision import Recurrence, ServingOptions, Stack
-from kvstow.plan.models.ranks import AxisPart, split
-from kvstow.plan.models.windows import layer_types
+from kvstow.plan.models.deepseek import latent
+from kvstow.plan.models.serving import AxisPart, ServingOptions, Stack, own_dtype, state_dtype
 from kvstow.plan.retention import Full, State
-from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.plan.spec import Extent, Field, LayerSpec
 
 CHECKPOINT_TOKENS = 512
 """From one recurrent state that is kept to the next."""
@@ -37,21 +42,20 @@ Fields = tuple[Field, ...]
 # ── kinds of state ────────────────────────────────────────────────────────────────────────
 
 
-def _conv(config: Config, key: str, channels: Extent, recurrence: Recurrence) -> Field:
+def _conv(config: Config, key: str, channels: Extent) -> Field:
     """The inputs that a convolution remembers."""
     taps = config.count(key)
     if taps < 2:
         raise config.error(f"{key} is {taps}: such a convolution remembers nothing")
-    return Field("conv", recurrence.conv_dtype, (channels, Extent.whole("tap", taps - 1)))
+    return Field("conv", own_dtype(config), (channels, Extent.whole("tap", taps - 1)))
 
 
 def _matrices(
-    what: str, heads: int, rows: tuple[str, int], columns: tuple[str, int], recurrence: Recurrence
+    config: Config, heads: Extent, rows: tuple[str, int], columns: tuple[str, int]
 ) -> Field:
     """A matrix per head."""
-    held = split("ssm_head", (AxisPart(what, heads),), recurrence.rank)
-    axes = (held, Extent.whole(*rows), Extent.whole(*columns))
-    return Field("ssm", recurrence.state_dtype, axes)
+    axes = (heads, Extent.whole(*rows), Extent.whole(*columns))
+    return Field("ssm", state_dtype(config), axes)
 
 
 class MambaKeys(NamedTuple):
@@ -76,18 +80,17 @@ NEMOTRON = MambaKeys(
 )
 
 
-def mamba1(keys: MambaKeys, config: Config, recurrence: Recurrence) -> Fields:
+def mamba1(keys: MambaKeys, config: Config, serving: ServingOptions) -> Fields:
     """Selective scan: every channel has its own state vector."""
     channels = config.count(keys.expand, default=2) * config.count("hidden_size")
     if keys is PLAIN:
         channels = config.count("intermediate_size", default=channels)
-    held = split("channel", (AxisPart("mamba channels", channels),), recurrence.rank)
+    held = serving.split("channel", AxisPart("mamba channels", channels))
     state = Extent.whole("state", config.count(keys.state))
-    ssm = Field("ssm", recurrence.state_dtype, (held, state))
-    return _conv(config, keys.conv, held, recurrence), ssm
+    return _conv(config, keys.conv, held), Field("ssm", state_dtype(config), (held, state))
 
 
-def mamba2(keys: MambaKeys, config: Config, recurrence: Recurrence) -> Fields:
+def mamba2(keys: MambaKeys, config: Config, serving: ServingOptions) -> Fields:
     """State-space duality: a matrix per head; B and C are shared by groups of heads."""
     heads, groups = config.count(keys.heads), config.count(keys.groups, default=1)
     if not keys.expand:
@@ -104,30 +107,30 @@ def mamba2(keys: MambaKeys, config: Config, recurrence: Recurrence) -> Fields:
     if heads % groups:
         raise config.error(f"{heads} mamba heads cannot share {groups} groups evenly")
     state = config.count(keys.state)
-    x = AxisPart("mamba heads", heads, head_dim)
     group = AxisPart("mamba groups", groups, state, replicable=True)
-    channels = split("channel", (x, group, group), recurrence.rank)
+    x = AxisPart("mamba heads", heads, head_dim)
+    held = serving.split("ssm_head", AxisPart("mamba heads", heads))
     return (
-        _conv(config, keys.conv, channels, recurrence),
-        _matrices("mamba heads", heads, ("dim", head_dim), ("state", state), recurrence),
+        _conv(config, keys.conv, serving.split("channel", x, group, group)),
+        _matrices(config, held, ("dim", head_dim), ("state", state)),
     )
 
 
-def delta_net(config: Config, recurrence: Recurrence) -> Fields:
+def delta_net(config: Config, serving: ServingOptions) -> Fields:
     """Delta rule: a value × key matrix per value head, and a convolution over q, k, v."""
     heads = config.count("linear_num_value_heads")
     key_dim, value_dim = config.count("linear_key_head_dim"), config.count("linear_value_head_dim")
     key_heads = config.count("linear_num_key_heads")
     key = AxisPart("linear key heads", key_heads, key_dim, replicable=True)
     value = AxisPart("linear value heads", heads, value_dim)
-    channels = split("channel", (key, key, value), recurrence.rank)
+    held = serving.split("ssm_head", AxisPart("linear value heads", heads))
     return (
-        _conv(config, "linear_conv_kernel_dim", channels, recurrence),
-        _matrices(value.what, heads, ("value", value_dim), ("key", key_dim), recurrence),
+        _conv(config, "linear_conv_kernel_dim", serving.split("channel", key, key, value)),
+        _matrices(config, held, ("value", value_dim), ("key", key_dim)),
     )
 
 
-def kimi_delta(config: Config, recurrence: Recurrence) -> Fields:
+def kimi_delta(config: Config, serving: ServingOptions) -> Fields:
     """A delta net with as many heads of one size everywhere, and float32 states."""
     if "linear_attn_config" in config:
         inner = config.inner("linear_attn_config")
@@ -136,27 +139,26 @@ def kimi_delta(config: Config, recurrence: Recurrence) -> Fields:
         inner, keys = config, ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
     heads, dim, taps = (inner.count(key) for key in keys)
     facts = {
+        **config.facts,
         **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads),
         **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), dim),
         "linear_conv_kernel_dim": taps,
+        "mamba_ssm_cache_dtype": "float32",
     }
-    recurrence = replace(recurrence, state_dtype=DType.FLOAT32)
-    return delta_net(Config(name=config.name, facts=facts), recurrence)
+    return delta_net(Config(name=config.name, facts=facts), serving)
 
 
-def lightning(config: Config, recurrence: Recurrence) -> Fields:
+def lightning(config: Config, serving: ServingOptions) -> Fields:
     """Lightning attention: a key × value matrix per head, no convolution."""
     heads = heads_of(config)
-    size = heads.key_dim
-    what = "linear attention heads"
-    return (_matrices(what, heads.query, ("key", size), ("value", size), recurrence),)
+    held = serving.split("ssm_head", AxisPart("linear attention heads", heads.query))
+    return (_matrices(config, held, ("key", heads.key_dim), ("value", heads.key_dim)),)
 
 
-def short_convolution(config: Config, recurrence: Recurrence) -> Fields:
+def short_convolution(config: Config, serving: ServingOptions) -> Fields:
     """A gated convolution alone: its last inputs are all it remembers."""
     part = AxisPart("convolution channels", config.count("hidden_size"))
-    channels = split("channel", (part,), recurrence.rank)
-    return (_conv(config, "conv_L_cache", channels, recurrence),)
+    return (_conv(config, "conv_L_cache", serving.split("channel", part)),)
 
 
 # ── which layers are which ────────────────────────────────────────────────────────────────
@@ -270,11 +272,11 @@ def _nemotron(config: Config) -> Sequence[Kind]:
 # ── families ──────────────────────────────────────────────────────────────────────────────
 
 
-def _full(config: Config, serving: ServingOptions, name: str) -> LayerSpec:
+def _full(name: str, config: Config, serving: ServingOptions) -> LayerSpec:
     return self_attention(name, config, serving, retention=Full())
 
 
-def _double_width(config: Config, serving: ServingOptions, name: str) -> LayerSpec:
+def _double_width(name: str, config: Config, serving: ServingOptions) -> LayerSpec:
     """Attention that reads the layer's input and the embedding side by side."""
     query = config.count("num_attention_heads")
     dim = config.count("attention_head_dim", default=2 * config.count("hidden_size") // query)
@@ -283,18 +285,14 @@ def _double_width(config: Config, serving: ServingOptions, name: str) -> LayerSp
     return self_attention(name, config, serving, retention=Full(), heads=heads)
 
 
-def _latent(config: Config, serving: ServingOptions, name: str) -> LayerSpec:
-    return latent_layer(name, config, serving, serving.precision(config))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Which layers keep what, and what the modules are called that do."""
 
     kinds: Kinds
-    state: Callable[[Config, Recurrence], Fields]
+    state: Callable[[Config, ServingOptions], Fields]
     state_name: str = "model.layers.{}.mamba"
-    attention: Callable[[Config, ServingOptions, str], LayerSpec] = _full
+    attention: Callable[[str, Config, ServingOptions], LayerSpec] = _full
     attention_name: str = "model.layers.{}.self_attn"
 
 
@@ -338,7 +336,7 @@ FAMILIES: dict[str, Family] = {
         kinds=_listed(_kimi),
         state=kimi_delta,
         state_name="model.layers.{}.self_attn",
-        attention=_latent,
+        attention=latent,
     ),
     **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), _LIGHTNING),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
@@ -348,12 +346,12 @@ FAMILIES: dict[str, Family] = {
 def hybrid_decoder(config: Config, serving: ServingOptions) -> Stack:
     """The layers of a model of one of the families."""
     family = FAMILIES[config.model_type]
-    fields = family.state(config, serving.recurrence(config))
+    fields = family.state(config, serving)
 
     def layers(i: int, kind: Kind) -> tuple[LayerSpec, ...]:
         attention: tuple[LayerSpec, ...] = ()
         if kind in ("attention", "both"):
-            attention = (family.attention(config, serving, family.attention_name.format(i)),)
+            attention = (family.attention(family.attention_name.format(i), config, serving),)
         if kind in ("attention", "nothing"):
             return attention
         state = LayerSpec(

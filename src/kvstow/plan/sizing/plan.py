@@ -17,7 +17,7 @@ from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import Layout, Order, parse_order
 from kvstow.plan.models import Model, load_model, model_layers
 from kvstow.plan.models.config import Config, Source, as_unicode
-from kvstow.plan.models.precision import precision
+from kvstow.plan.models.serving import precision
 from kvstow.plan.pack import PACKINGS, Alignment, Packing, Site, packed_as
 from kvstow.plan.sizing.capacity import max_requests, request_bytes
 from kvstow.plan.view import check_count, parse_size

@@ -20,7 +20,7 @@ from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.models.catalogue import entries, published, source_of
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.precision import element, quantised_cache
+from kvstow.plan.models.serving import element, quantised_cache
 from kvstow.plan.retention import short_name
 from kvstow.plan.sizing.capacity import (
     bytes_per_token,

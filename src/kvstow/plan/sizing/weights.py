@@ -33,7 +33,7 @@ from kvstow.plan.models import NOT_ORDINARY
 from kvstow.plan.models.catalogue import published
 from kvstow.plan.models.config import Config, Source, load_model
 from kvstow.plan.models.hybrid import FAMILIES, Kind
-from kvstow.plan.models.precision import element, own_dtype
+from kvstow.plan.models.serving import element, own_dtype
 
 _NOT_GATED = frozenset(
     ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi")
