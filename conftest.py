@@ -16,7 +16,7 @@ OPTIONAL = {
     "src/kvstow/adapters/vllm/connector.py": "vllm.config",
     "src/kvstow/adapters/vllm/metrics.py": "vllm.config",
     "src/kvstow/vllm.py": "vllm.config",
-    "src/kvstow/adapters/router/server.py": "aiohttp",
+    "src/kvstow/adapters/router.py": "aiohttp",
     "src/kvstow/adapters/lmcache.py": "lmcache",
     "src/kvstow/adapters/sglang/backend.py": "sglang",
     "src/kvstow/offload/remote/mooncake.py": "mooncake",

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 from prometheus_client.metrics_core import Metric
 
-from kvstow.adapters.router.server import RouterMetrics
+from kvstow.adapters.router import RouterMetrics
 from kvstow.adapters.vllm.counts import VLLM_COUNTERS, VLLM_HISTOGRAMS
 from kvstow.observe import BrokenThreads, Telemetry
 from kvstow.offload.metrics import TIER_COUNTS, TIER_GAUGES, TIER_REASONS, TierMetrics, tier_metric

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client import Counter, Histogram
 
-from kvstow.adapters.router.server import RouterMetrics
+from kvstow.adapters.router import RouterMetrics
 from kvstow.adapters.vllm.counts import VLLM_COUNTERS, VLLM_HISTOGRAMS
 from kvstow.observe import Telemetry
 from kvstow.offload.metrics import TIER_COUNTS, TIER_GAUGES, TIER_REASONS, TierMetrics

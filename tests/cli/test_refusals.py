@@ -107,7 +107,7 @@ def test_a_router_without_aiohttp_names_the_extra(monkeypatch):
     real = builtins.__import__
 
     def absent(name, *rest, **named):
-        if name.partition(".")[0] == "aiohttp" or name == "kvstow.adapters.router.server":
+        if name.partition(".")[0] == "aiohttp" or name == "kvstow.adapters.router":
             raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
         return real(name, *rest, **named)
 

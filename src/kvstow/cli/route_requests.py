@@ -65,7 +65,7 @@ def route_requests(
     """
     for url in (*(prefill or ()), *decode):
         options.check_url(url)
-    from kvstow.adapters.router.server import RouterOptions, serve
+    from kvstow.adapters.router import RouterOptions, serve
 
     limits = RouterOptions(
         prefill=prefill_seconds,

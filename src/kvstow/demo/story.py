@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstow.demo.child import Child, Say
-from kvstow.demo.report import DemoReport, DemoPrompt
+from kvstow.demo.report import DemoPrompt, DemoReport
 from kvstow.plan.layout import Order
 from kvstow.plan.manifest import decode as read_manifest
 

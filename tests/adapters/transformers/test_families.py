@@ -6,6 +6,7 @@ from itertools import cycle
 
 import pytest
 import torch
+from kvstow.demo.packaged import SMOLLM2
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
@@ -14,7 +15,6 @@ from transformers.utils import logging
 
 from kvstow.adapters.transformers import Cache, ModelMemory, cache_name
 from kvstow.demo import weights
-from kvstow.demo.packaged import SMOLLM2
 from kvstow.memory.copy import copy
 from kvstow.plan.layout import ORDERS
 from kvstow.route.route import plan_route

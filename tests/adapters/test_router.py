@@ -14,7 +14,7 @@ import pytest
 from aiohttp import ClientError, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from kvstow.adapters.router.server import RouterOptions, application
+from kvstow.adapters.router import RouterOptions, application
 from waiting import stop
 
 TICKETS = {"do_remote_prefill": True, "kvstow": {"tickets": ["kvt2.x"]}}
@@ -750,7 +750,7 @@ def served(
     prefill: list[str], decode: list[str], *, keepalive: float = 30.0, shutdown: float = 1.0
 ) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     """A router of its own process, with its port."""
-    start = "import kvstow.cli, kvstow.adapters.router.server as server; "
+    start = "import kvstow.cli, kvstow.adapters.router as server; "
     start += f"server.KEEPALIVE_SECONDS, server.SHUTDOWN_SECONDS = {keepalive}, {shutdown}; "
     start += "kvstow.cli.main()"
     words = [sys.executable, "-c", start, "route-requests", "--port", "0"]

@@ -1,14 +1,15 @@
-"""Requests between clients and instances, the only module that imports aiohttp.
+"""A small router in front of prefill and decode instances; the only module that imports aiohttp.
 
     client ──▶ router ──▶ prefill   one token, answer carries tickets
                   │  ◀──── tickets
                   └─────▶ decode    the same request and the tickets; streamed back
 
-An instance that fails is left out for a while (`instances`). When no prefill instance is left,
-decode computes the prompt itself. The health of an instance that is silent for long is checked
-meanwhile: one that hangs is given up after that, not after the whole time limit. In the middle of a
-stream the client then gets an error as its last event. Speaks the OpenAI completions and chat APIs.
-Tickets come from prefill instances alone: a client's are never passed on.
+Instances take turns. One that fails is left out for a while; its health is then checked in the
+background, so no request waits for an instance that is known to be down. When no prefill instance
+is left, decode computes the prompt itself. While an instance is silent its health is checked: one
+that hangs is given up then, not after the whole time limit. In the middle of a stream the client
+gets an error as its last event. Speaks the OpenAI completions and chat APIs. Tickets come from
+prefill instances alone: a client's are never passed on.
 """
 
 import asyncio
@@ -22,8 +23,6 @@ from typing import Any, TypeVar, cast
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-
-from kvstow.adapters.router.instances import Instance, Instances
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +40,12 @@ HEADERS = ("Authorization", "X-Request-Id")
 
 CHUNK = 1 << 16
 MAX_TICKET_ANSWER = 128 << 20
+
+FAULTS_IN_A_ROW = 3
+"""So many answers of 5xx in a row leave an instance out. One that cannot be reached, or hangs, is
+left out at once: 5xx may be the request's own fault."""
+
+LONGEST_RESTS = 32
 
 KEEPALIVE_SECONDS = 30.0
 """How long a connection may be open without a whole request head."""
@@ -78,21 +83,32 @@ class NoAnswer(Exception):
         self.at_once = at_once
 
 
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One server. `kind` is prefill or decode."""
+
+    kind: str
+    url: str
+    rest: float
+    """How long it is left out when it fails next: longer each time, until it answers."""
+    faults: int = 0
+    probe: asyncio.Task[None] | None = None
+    """Waits until it is healthy again; it gets no requests meanwhile."""
+
+
 class RouterMetrics:
     """What the router counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvstow_router_{name}", text, labels, registry=registry)
+
         outcomes = "Requests by what became of them: tickets, plain (decode computed all), failed"
         answers = "Requests that an instance has answered, by kind of instance and URL"
         left_out = "Instances that failed and get no requests"
-        self.requests = Counter("kvstow_router_requests", outcomes, ["outcome"], registry=registry)
-        self.faults = Counter(
-            "kvstow_router_faults",
-            "Attempts that failed, by kind of instance",
-            ["kind"],
-            registry=registry,
-        )
-        self.answers = Counter("kvstow_router_answers", answers, ["kind", "url"], registry=registry)
+        self.requests = counter("requests", outcomes, "outcome")
+        self.faults = counter("faults", "Attempts that failed, by kind of instance", "kind")
+        self.answers = counter("answers", answers, "kind", "url")
         self.left_out = Gauge("kvstow_router_left_out", left_out, registry=registry)
 
 
@@ -104,49 +120,47 @@ class Router:
     def __init__(
         self, prefill: Sequence[str], decode: Sequence[str], options: RouterOptions
     ) -> None:
-        self._prefill = Instances(prefill, rest=options.rest, clock=time.monotonic)
-        self._decode = Instances(decode, rest=options.rest, clock=time.monotonic)
         self._options = options
-        self._probes: set[asyncio.Task[None]] = set()
+        self._prefill = self._instances("prefill", prefill)
+        self._decode = self._instances("decode", decode)
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
-        self._metrics.left_out.set_function(
-            lambda: sum(
-                each.open_until is not None for each in (*self._prefill.all, *self._decode.all)
-            )
-        )
+        instances = [*self._prefill, *self._decode]
+        self._metrics.left_out.set_function(lambda: sum(bool(each.probe) for each in instances))
+
+    def _instances(self, kind: str, urls: Sequence[str]) -> list[Instance]:
+        unique = dict.fromkeys(url.rstrip("/") for url in urls)
+        return [Instance(kind, url, self._options.rest) for url in unique]
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:
         """As long as the application runs."""
         async with ClientSession(read_bufsize=CHUNK) as self._session:
             yield
-            for probe in self._probes:
-                probe.cancel()
+            for instance in (*self._prefill, *self._decode):
+                _give_requests(instance)
 
     # ── answers ───────────────────────────────────────────────────────────────────
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """A completion: prefill, then decode, streamed as it comes."""
-        self._start_probes()
         body = await self._body(request)
         plain = _encode(body)
         full = await self._with_tickets(request, body)
-        for instance in self._decode.in_turn() or self._decode.last_resort():
+        for instance in _in_turn(self._decode) or [*self._decode]:
             try:
                 async with self._post(instance, request, full or plain) as answer:
-                    self._decode.succeed(instance)
+                    self._note_answer(instance)
                     self._metrics.requests.labels("tickets" if full else "plain").inc()
-                    self._metrics.answers.labels("decode", instance.url).inc()
                     return await self._relay(request, instance, answer)
             except NoAnswer as error:
-                self._count_fault("decode", self._decode, instance, error)
+                self._note_fault(instance, error)
         self._metrics.requests.labels("failed").inc()
         raise _error(web.HTTPBadGateway, "no decode instance answered")
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """What the first decode instance that answers serves."""
         timeout = ClientTimeout(total=self._options.connect)
-        for instance in self._decode.in_turn() or self._decode.last_resort():
+        for instance in _in_turn(self._decode) or [*self._decode]:
             try:
                 url = instance.url + request.path
                 headers = _passed_on(request)
@@ -158,14 +172,10 @@ class Router:
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """200 if some decode instance is healthy, 503 if none is: nothing can be served."""
-        checks = [asyncio.ensure_future(self._is_healthy(each)) for each in self._decode.all]
-        try:
-            for check in asyncio.as_completed(checks):
-                if await check:
-                    return web.Response(text="ok")
-        finally:
-            for check in checks:
-                check.cancel()
+        checks = [asyncio.ensure_future(self._is_healthy(each)) for each in self._decode]
+        for check in asyncio.as_completed(checks):
+            if await check:
+                return web.Response(text="ok")
         return web.Response(text="no decode instance is healthy", status=503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
@@ -194,7 +204,7 @@ class Router:
         """The request for decode, with tickets of the first prefill instance that answers; None
         where there are none."""
         sent = _encode(prefill_request(body))
-        for instance in self._prefill.in_turn():
+        for instance in _in_turn(self._prefill):
             try:
                 async with (
                     asyncio.timeout(self._options.prefill),
@@ -209,19 +219,34 @@ class Router:
                 has_tickets = isinstance(params, dict)
                 full = json.dumps({**body, PARAMS: params}).encode() if has_tickets else None
             except (NoAnswer, TimeoutError, ClientError, ValueError, RecursionError) as error:
-                self._count_fault("prefill", self._prefill, instance, error)
+                self._note_fault(instance, error)
                 continue
-            self._prefill.succeed(instance)
-            self._metrics.answers.labels("prefill", instance.url).inc()
+            self._note_answer(instance)
             return full
         return None
 
-    def _count_fault(
-        self, kind: str, instances: Instances, instance: Instance, error: Exception
-    ) -> None:
-        instances.fail(instance, at_once=not isinstance(error, NoAnswer) or error.at_once)
-        self._metrics.faults.labels(kind).inc()
-        log.warning("%s at %s: %s", kind, instance.url, _why(error))
+    def _note_answer(self, instance: Instance) -> None:
+        instance.rest = self._options.rest
+        _give_requests(instance)
+        self._metrics.answers.labels(instance.kind, instance.url).inc()
+
+    def _note_fault(self, instance: Instance, error: Exception) -> None:
+        """It did not answer, or answered that it is at fault: then it gets some more requests."""
+        self._metrics.faults.labels(instance.kind).inc()
+        log.warning("%s at %s: %s", instance.kind, instance.url, _why(error))
+        instance.faults += 1
+        is_down = not isinstance(error, NoAnswer) or error.at_once
+        if (is_down or instance.faults >= FAULTS_IN_A_ROW) and instance.probe is None:
+            instance.probe = asyncio.create_task(self._probe(instance))
+
+    async def _probe(self, instance: Instance) -> None:
+        """Wait until it is healthy. If it then fails, it is left out for longer."""
+        is_healthy = False
+        while not is_healthy:
+            await asyncio.sleep(instance.rest)
+            instance.rest = min(2 * instance.rest, LONGEST_RESTS * self._options.rest)
+            is_healthy = await self._is_healthy(instance)
+        _give_requests(instance)
 
     @asynccontextmanager
     async def _post(
@@ -277,7 +302,7 @@ class Router:
                     reading.cancel()
                 await reply.write(chunk)
         except TimeoutError as error:
-            self._count_fault("decode", self._decode, instance, error)
+            self._note_fault(instance, error)
             if answer.content_type != "text/event-stream":
                 raise
             about = _about(web.HTTPGatewayTimeout, f"the decode instance hangs: {_why(error)}")
@@ -293,24 +318,20 @@ class Router:
         except (ClientError, TimeoutError, OSError):
             return False
 
-    def _start_probes(self) -> None:
-        """Check the health of those that have been left out for a while, in the background."""
-        for instances in (self._prefill, self._decode):
-            for instance in instances.to_probe():
-                instance.is_probed = True
-                task = asyncio.create_task(self._probe(instances, instance))
-                self._probes.add(task)
-                task.add_done_callback(self._probes.discard)
 
-    async def _probe(self, instances: Instances, instance: Instance) -> None:
-        """One that is healthy gets requests again. If it then fails, it is left out for longer."""
-        try:
-            if await self._is_healthy(instance):
-                instance.open_until = None
-            else:
-                instances.fail(instance, at_once=True)
-        finally:
-            instance.is_probed = False
+def _in_turn(instances: list[Instance]) -> list[Instance]:
+    """Those that get requests. The first of them is the last one next time."""
+    ready = [each for each in instances if each.probe is None]
+    instances[:] = [*instances[1:], *instances[:1]]
+    return ready
+
+
+def _give_requests(instance: Instance) -> None:
+    """End its probe."""
+    instance.faults = 0
+    if instance.probe is not None:
+        instance.probe.cancel()
+        instance.probe = None
 
 
 # ── requests and answers ──────────────────────────────────────────────────────────────
