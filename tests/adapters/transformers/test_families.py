@@ -6,7 +6,6 @@ from itertools import cycle
 
 import pytest
 import torch
-from kvstow.demo.packaged import SMOLLM2
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
@@ -14,7 +13,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache, MiniMaxFo
 from transformers.utils import logging
 
 from kvstow.adapters.transformers import Cache, ModelMemory, cache_name
-from kvstow.demo import weights
+from kvstow.demo.weights import load_model
 from kvstow.memory.copy import copy
 from kvstow.plan.layout import ORDERS
 from kvstow.route.route import plan_route
@@ -274,7 +273,8 @@ def test_lightning_attention_in_the_first_layer_is_right_behind_padding():
 
 
 def test_real_weights_have_the_same_logits():
-    model, tokenizer = weights.load(weights.unpacked(SMOLLM2))
+    loaded = load_model("smollm2")
+    model, tokenizer = loaded.model, loaded.tokenizer
     tokenizer.padding_side = "left"
     asked = tokenizer(
         ["The capital of France is", "One, two, three, four, five, six, seven, eight,"],
