@@ -114,10 +114,3 @@ def _each(arena, group, listed, num_tokens, what):
         else:
             first = k * rows.block_tokens
             what(arena, group, block, first, min(rows.block_tokens, num_tokens - first))
-
-
-def ranges_of(client, wanted):
-    """The ranges of all objects, when all of them have come."""
-    found = [None] * len(wanted)
-    client.get(wanted, found.__setitem__)
-    return found

@@ -10,7 +10,7 @@ import pytest
 from kvstow.observe import Telemetry
 from kvstow.offload.keys import block_keys
 from kvstow.offload.metrics import watch_tiers
-from kvstow.offload.remote.calls import WINDOW_CALLS, Breaker
+from kvstow.offload.remote.calls import LEAST_FAILURES, WINDOW_CALLS, Breaker
 from kvstow.offload.remote.client import NO_ROOM, Blob, RemoteOptions, open_client, whole_objects
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.objects import RowObjects
@@ -229,25 +229,32 @@ def test_one_slow_look_up_drops_no_writes(valkey_url):
 
 
 def test_a_breaker_opens_when_most_calls_fail_and_closes_with_the_first_answer():
-    answers = Event()
-
-    def probe():
-        if not answers.is_set():
-            raise LookupError("dead")
-
-    slow_now_and_then, dead = Breaker("a store", lambda: None), Breaker("another", probe)
+    slow_now_and_then, dead = Breaker("a store"), Breaker("another")
     for _ in range(20):
         for _ in range(3):
             slow_now_and_then.succeeded()
         slow_now_and_then.failed("slow")
     assert not slow_now_and_then.is_open
-    dead.failed("refused")
-    wait_for(lambda: dead.is_open)  # by its own questions
-    answers.set()
-    wait_for(lambda: not dead.is_open)
+    for _ in range(LEAST_FAILURES):
+        assert not dead.is_open
+        dead.failed("refused")
+    assert dead.is_open
+    dead.close()
+    assert not dead.is_open
     assert dead.times_opened == 1
-    for breaker in (slow_now_and_then, dead):
-        breaker.close()
+
+
+def test_one_failure_has_the_store_asked_on_nobodys_time_until_it_answers(valkey_url):
+    client = Watched(valkey_url)
+    tier = tier_of(client)
+    client.broken = "exists"
+    tier.breaker.failed("refused")
+    wait_for(lambda: tier.breaker.is_open)  # by the tier's own questions
+    client.broken = ""
+    wait_for(lambda: not tier.breaker.is_open)
+    assert tier.breaker.times_opened == 1
+    stored(tier)
+    tier.close()
 
 
 def test_an_answer_that_comes_too_late_touches_nothing(valkey_url):

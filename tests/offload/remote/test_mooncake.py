@@ -10,7 +10,7 @@ from kvstow.offload.keys import block_keys
 from kvstow.offload.remote.client import NO_ROOM, Blob, RemoteOptions, open_client, whole_objects
 from kvstow.offload.remote.tier import RemoteTier
 from offloading import IDENTITY, numbered_row
-from remote_stores import PROMPT, layout_of, ranges_of
+from remote_stores import PROMPT, layout_of
 from servers import Mooncake
 
 pytestmark = pytest.mark.remote
@@ -135,7 +135,7 @@ def test_bytes_that_were_read_stay_as_they_are_while_more_is_read(server):
     kept = [whole_objects(client, [blob.name], 3 << 20)[0][7:] for blob in blobs]
     for _ in range(8):  # memory that is let go of is used again
         assert (whole_objects(client, ["large"], 3 << 20)[0] == 99).all()
-        (parts,) = ranges_of(client, [("large", [(0, 1 << 20)])])
+        (parts,) = client.get([("large", [(0, 1 << 20)])])
         assert (parts[0] == 99).all()
     for n, row in enumerate(kept):
         assert (row == n).all()

@@ -11,7 +11,7 @@ from kvstow.offload.keys import block_keys
 from kvstow.offload.remote.client import Blob, open_client, whole_objects
 from kvstow.offload.remote.tier import RemoteTier
 from offloading import IDENTITY, numbered_row
-from remote_stores import PROMPT, layout_of, ranges_of
+from remote_stores import PROMPT, layout_of
 
 KEYS = block_keys(IDENTITY, PROMPT, 4)
 
@@ -157,12 +157,12 @@ def test_ranges_of_objects_that_end_before_them_come_short(s3_url):
     data = {f"ranges/{n}": np.arange(n).astype(np.uint8) for n in sizes}
     client.put([Blob(name, some) for name, some in data.items()])
     for ranges in ([(0, 100)], [(10, 20), (200, 300)], [(0, 1), (50, 2000), (9 << 20, 10 << 20)]):
-        found = ranges_of(client, [(name, ranges) for name in data])
+        found = client.get([(name, ranges) for name in data])
         for some, parts in zip(data.values(), found, strict=True):
             assert [bytes(part) for part in parts] == [bytes(some[lo:hi]) for lo, hi in ranges]
     found = whole_objects(client, [*data, "ranges/none"], 100)
     assert [None if some is None else some.nbytes for some in found] == [0, 1, 100, 101, None]
-    assert ranges_of(client, [("ranges/none", [(0, 1)])]) == [None]
+    assert client.get([("ranges/none", [(0, 1)])]) == [None]
     client.close()
 
 

@@ -4,8 +4,8 @@
     open     no call goes out; every question is answered "not there" at once
 
 Of the last calls it is known which failed or were late. When half of them did, and more than a
-few, the breaker opens. From the first failure on, a thread of its own asks the store now and
-again, on nobody's time; its questions count, and one that is answered closes the breaker.
+few, the breaker opens. From the first failure on it is in doubt, and its tier asks the store now
+and again, on nobody's time; these questions count, and one that is answered closes the breaker.
 """
 
 import logging
@@ -28,32 +28,25 @@ LEAST_FAILURES = 3
 """Of the last calls, not older than that, so many must have failed, and half of all, before the
 breaker opens."""
 
-FIRST_PAUSE = 0.1
-LONGEST_PAUSE = 30.0
-
 
 class Breaker:
-    """Whether a store is asked at all. `probe` raises StoreUnreachable while it is dead."""
+    """Whether a store is asked at all."""
 
-    def __init__(self, where: str, probe: Callable[[], object]) -> None:
-        self._where, self._probe = where, probe
+    def __init__(self, where: str) -> None:
+        self._where = where
         self._lock = Lock()
         self._calls: deque[tuple[float, bool]] = deque(maxlen=WINDOW_CALLS)
         """Of the last calls, when each ended, and whether it failed."""
-        self._reason = ""
         self._since = 0.0
-        self._is_probed = False
-        self._closing = Event()
+        self.reason = ""
+        """Why the store is not asked; empty while it is."""
+        self.in_doubt = Event()
+        """A call has failed, and no probe was answered since."""
         self.times_opened = 0
 
     @property
     def is_open(self) -> bool:
-        return bool(self._reason)
-
-    @property
-    def reason(self) -> str:
-        """Why the store is not asked; empty while it is."""
-        return self._reason
+        return bool(self.reason)
 
     def succeeded(self) -> None:
         """A call was answered in time."""
@@ -66,14 +59,11 @@ class Breaker:
             self._note(failed=True)
             failures = sum(failed for _, failed in self._calls)
             is_dead = failures >= LEAST_FAILURES and 2 * failures >= len(self._calls)
-            if is_dead and not self._reason and not self._closing.is_set():
-                self._reason, self._since = reason or "no reason given", monotonic()
+            if is_dead and not self.reason:
+                self.reason, self._since = reason or "no reason given", monotonic()
                 self.times_opened += 1
                 log.warning("%s is not asked again until it responds: %s", self._where, reason)
-            if self._is_probed or self._closing.is_set():
-                return
-            self._is_probed = True
-        Thread(target=self._watch, name="kvstow-remote-probe", daemon=True).start()
+        self.in_doubt.set()
 
     def _note(self, *, failed: bool) -> None:
         now = monotonic()
@@ -81,26 +71,14 @@ class Breaker:
         while self._calls[0][0] < now - WINDOW_SECONDS:
             self._calls.popleft()
 
-    def _watch(self) -> None:
-        pause = FIRST_PAUSE
-        while not self._closing.wait(pause):
-            pause = min(2 * pause, LONGEST_PAUSE)
-            try:
-                self._probe()
-            except Exception as error:  # of whatever kind: it has not answered
-                self.failed(str(error))
-                continue
-            with self._lock:
-                was_open, self._reason = bool(self._reason), ""
-                self._is_probed = False
-                self._calls.clear()
-            if was_open:
-                log.warning("%s answers again after %.1f s", self._where, monotonic() - self._since)
-            return
-
     def close(self) -> None:
-        """Probe no more."""
-        self._closing.set()
+        """A probe was answered: calls go out again."""
+        with self._lock:
+            was_open, self.reason = self.is_open, ""
+            self._calls.clear()
+            self.in_doubt.clear()
+        if was_open:
+            log.warning("%s answers again after %.1f s", self._where, monotonic() - self._since)
 
 
 class Calls:

@@ -41,9 +41,8 @@ NO_ROOM, BUSY = "no room", "busy"
 THERE = "there"
 """Why an object was not made that is there already. Mooncake does not say."""
 
-Arrived = Callable[[int, list[Bytes] | None], None]
-"""Takes the ranges of an object that has come, with its number among those that were asked for;
-None for one that is not there. Called once for each, in any order, on any thread."""
+Answer = list[Bytes] | None
+"""Ranges of an object, as they came; None for one that is not there."""
 
 
 class StoreUnreachable(StoreError):
@@ -88,9 +87,8 @@ class BlobClient(Protocol):
         """Objects that were not made, because the store refused them or has them."""
         ...
 
-    def get(self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: Arrived) -> None:
-        """Per object, the bytes of its ranges, as soon as they are there. Ranges that reach past
-        its end come short."""
+    def get(self, objects: Sequence[tuple[str, Sequence[Range]]]) -> list[Answer]:
+        """Per object, the bytes of its ranges. Ranges that reach past its end come short."""
         ...
 
     def exists(self, names: Sequence[str]) -> Bools: ...
@@ -112,14 +110,9 @@ class Listing(BlobClient, Protocol):
 
 
 def whole_objects(client: BlobClient, names: Sequence[str], most: int) -> list[Bytes | None]:
-    """Whole objects, when all of them have come; of one of more than `most` bytes, one more."""
-    objects: list[Bytes | None] = [None] * len(names)
-
-    def arrived(number: int, parts: list[Bytes] | None) -> None:
-        objects[number] = None if parts is None else parts[0]
-
-    client.get([(name, [(0, most + 1)]) for name in names], arrived)
-    return objects
+    """Whole objects; of one of more than `most` bytes, one more."""
+    answers = client.get([(name, [(0, most + 1)]) for name in names])
+    return [None if parts is None else parts[0] for parts in answers]
 
 
 # ── URLs ──────────────────────────────────────────────────────────────────────────────

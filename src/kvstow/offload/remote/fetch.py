@@ -3,16 +3,16 @@
 A prompt that nobody has stored is the usual case, and is answered after one question about its
 first blocks. What was found is remembered for some seconds, so that loading need not ask again.
 
-Fetched bytes lie in memory of the fetch's own until they are verified: an answer that comes too
-late, or a store that returns something else, never touches a row. The thread that wants the rows
-verifies each object when it has come and copies it while it is in the processor's cache.
+Rows are fetched in lots, some lots at a time. A lot's bytes lie in memory of its own until they
+are verified: an answer that comes too late, or a store that returns something else, never touches
+a row.
 """
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from functools import partial
 from threading import Lock
 from time import monotonic
 
@@ -41,14 +41,11 @@ MOST_FOUND = 1 << 16
 MOST_PROMPTS = 64
 
 LOT_BYTES = 17 << 20
-"""Objects are fetched in lots of so many bytes, 16 rows of 1 MiB with their heads, `LOTS` at a
-time. No more than that has come and is not verified yet."""
+"""Rows are fetched in lots of so many bytes, 16 rows of 1 MiB with their heads, `LOTS` at a time."""
 LOTS = 4
 
 Parts = Sequence[ObjectPart]
-
-Answer = list[Bytes] | None
-"""Ranges of an object, as they came; None for one that is not there."""
+Call = Future[dict[str, Bytes | None]]
 
 
 class LookUps:
@@ -190,12 +187,18 @@ class LookUps:
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """An object to be fetched: all of it, or its head and some bands."""
+    """An object to be fetched: its key, and all of it, or its head and some bands."""
 
-    name: str
     objects: RowObjects
     key: bytes
     bands: Ints | None
+
+    def add(self, bands: Ints | None) -> None:
+        """Another row takes these bands of it."""
+        if bands is None or self.bands is None:
+            self.bands = None
+        elif bands is not self.bands:
+            self.bands = np.union1d(self.bands, bands)
 
     @property
     def ranges(self) -> list[Range]:
@@ -209,10 +212,6 @@ class _Fetch:
         if self.bands is None:
             return self.objects.read(self.key, parts[0])
         return self.objects.read_parts(self.key, parts, self.bands)
-
-
-Arrivals = SimpleQueue["tuple[_Fetch, Answer] | Future[None]"]
-"""Answers, and calls that have ended."""
 
 
 class Fetcher:
@@ -235,89 +234,56 @@ class Fetcher:
     def rows(
         self, row_bytes: int, parts: Sequence[Parts], seconds: float
     ) -> Iterator[tuple[int, Bytes]]:
-        """The number of each row that came whole, and the row, as soon as all objects that make it
-        are there. A row's memory is reused when the caller lets go of it."""
-        names = [[self._look_ups.name(part) for part in each] for each in parts]
-        missing = [set(each) for each in names]
-        users: dict[str, list[int]] = {}
-        for i, name in ((i, name) for i, each in enumerate(missing) for name in each):
-            users.setdefault(name, []).append(i)
-        uses = Counter({name: len(each) for name, each in users.items()})
-        came: dict[str, Bytes | None] = {}
+        """The number of each row that came whole, and the row, as soon as its lot is there."""
+        deadline = monotonic() + seconds
+        lots, under_way = deque(self._lots(parts)), deque[tuple[Sequence[int], Call]]()
         left = len(parts)
         try:
-            for name, source in self._fetched(self._fetches(parts), monotonic() + seconds):
-                came[name] = source
-                for i in users[name]:
-                    missing[i].discard(name)
-                    if missing[i]:
-                        continue
-                    left -= 1
-                    row = _assembled(parts[i], [came[each] for each in names[i]], row_bytes)
+            while lots or under_way:
+                while lots and len(under_way) < LOTS:
+                    lot = lots.popleft()
+                    call = self._calls.start(partial(self._fetched, [parts[i] for i in lot]))
+                    under_way.append((lot, call))
+                lot, call = under_way.popleft()
+                sources = self._calls.result(call, deadline)
+                for i in lot:
+                    row = self._assembled(parts[i], sources, row_bytes)
                     if row is not None:
                         yield i, row
-                    for each in set(names[i]):  # objects are kept as long as needed
-                        uses[each] -= 1
-                        if not uses[each]:
-                            del came[each]
+                left -= len(lot)
         except StoreUnreachable:
             self._misses.add("unreachable", left)
 
-    def _fetches(self, parts: Sequence[Parts]) -> list[_Fetch]:
-        """Every object once, with all bands that some row takes from it."""
+    def _lots(self, parts: Sequence[Parts]) -> Iterator[list[int]]:
+        """Neighbouring rows, by number, whose objects take about `LOT_BYTES`."""
+        lot, names, total = list[int](), set[str](), 0
+        for i, each in enumerate(parts):
+            new = {self._look_ups.name(part): part.piece.objects.nbytes for part in each}
+            nbytes = sum(nbytes for name, nbytes in new.items() if name not in names)
+            if lot and total + nbytes > LOT_BYTES:
+                yield lot
+                lot, names, total, nbytes = [], set(), 0, sum(new.values())
+            lot.append(i)
+            names |= new.keys()
+            total += nbytes
+        if lot:
+            yield lot
+
+    def _fetched(self, parts: Sequence[Parts]) -> dict[str, Bytes | None]:
+        """The objects that rows are made of by name, each fetched once; None for one that is not
+        there or not whole."""
         fetches: dict[str, _Fetch] = {}
         for part in (part for each in parts for part in each):
-            name, bands = self._look_ups.name(part), part.piece.bands
-            fetch = fetches.setdefault(name, _Fetch(name, part.piece.objects, part.key, bands))
-            if bands is None or fetch.bands is None:
-                fetch.bands = None
-            elif fetch.bands is not bands:
-                fetch.bands = np.union1d(fetch.bands, bands)
+            name, piece = self._look_ups.name(part), part.piece
+            fetches.setdefault(name, _Fetch(piece.objects, part.key, piece.bands)).add(piece.bands)
         for fetch in fetches.values():
             if fetch.bands is not None and len(fetch.bands) == fetch.objects.num_bands:
                 fetch.bands = None
-        return list(fetches.values())
+        answers = self._client.get([(name, fetch.ranges) for name, fetch in fetches.items()])
+        both = zip(fetches.items(), answers, strict=True)
+        return {name: self._verified(name, fetch, answer) for (name, fetch), answer in both}
 
-    def _fetched(
-        self, fetches: Sequence[_Fetch], deadline: float
-    ) -> Iterator[tuple[str, Bytes | None]]:
-        """The rows of all objects, in any order; None for one that is not there or not whole.
-
-        Each is verified when it has come, here, while the others are on their way. Raises
-        StoreUnreachable if nothing more comes before the deadline.
-        """
-        lots = deque(_lots(fetches))
-        under_way: set[Future[None]] = set()
-        arrivals: Arrivals = SimpleQueue()
-        while lots or under_way:
-            while lots and len(under_way) < LOTS:
-                under_way.add(self._start(lots.popleft(), arrivals))
-            try:
-                arrival = arrivals.get(timeout=max(0.0, deadline - monotonic()))
-            except Empty:
-                for call in under_way:
-                    self._calls.result(call, deadline)
-                continue
-            if isinstance(arrival, Future):
-                self._calls.result(arrival, deadline)
-                under_way.discard(arrival)
-            else:
-                yield arrival[0].name, self._verified(*arrival)
-
-    def _start(self, lot: Sequence[_Fetch], arrivals: Arrivals) -> "Future[None]":
-        """Fetch a lot; every answer goes to `arrivals`, and the call itself when it has ended."""
-
-        def fetch() -> None:
-            self._client.get(
-                [(each.name, each.ranges) for each in lot],
-                lambda number, answer: arrivals.put((lot[number], answer)),
-            )
-
-        call = self._calls.start(fetch)
-        call.add_done_callback(arrivals.put)
-        return call
-
-    def _verified(self, fetch: _Fetch, answer: Answer) -> Bytes | None:
+    def _verified(self, name: str, fetch: _Fetch, answer: list[Bytes] | None) -> Bytes | None:
         """The row, unless it is none; then it is counted why."""
         if answer is None:
             self._misses.add("absent", 1)
@@ -326,33 +292,20 @@ class Fetcher:
         if isinstance(row, BadObject):
             self._misses.add(row.value, 1)
             if row is not BadObject.VERSION:
-                self._on_bad(fetch.name)
+                self._on_bad(name)
             return None
         return row
 
-
-def _lots(fetches: Sequence[_Fetch]) -> list[list[_Fetch]]:
-    """The objects in lots of at most `LOT_BYTES` or one object."""
-    lots: list[list[_Fetch]] = []
-    total = LOT_BYTES
-    for each in fetches:
-        nbytes = sum(end - start for start, end in each.ranges)
-        total += nbytes
-        if total > LOT_BYTES:
-            lots.append([])
-            total = nbytes
-        lots[-1].append(each)
-    return lots
-
-
-def _assembled(parts: Parts, sources: Sequence[Bytes | None], row_bytes: int) -> Bytes | None:
-    """A row out of the rows of its parts; None where one of them is missing."""
-    present = [source for source in sources if source is not None]
-    if len(present) < len(sources):
-        return None
-    if len(parts) == 1 and parts[0].piece.bands is None:
-        return present[0]
-    row = np.zeros(row_bytes, np.uint8)
-    for part, source in zip(parts, present, strict=True):
-        part.piece.bring(source, row)
-    return row
+    def _assembled(
+        self, parts: Parts, sources: Mapping[str, Bytes | None], row_bytes: int
+    ) -> Bytes | None:
+        """A row out of the rows of its parts; None where one of them is missing."""
+        present = [sources[self._look_ups.name(part)] for part in parts]
+        if len(parts) == 1 and parts[0].piece.bands is None:
+            return present[0]
+        row = np.zeros(row_bytes, np.uint8)
+        for part, source in zip(parts, present, strict=True):
+            if source is None:
+                return None
+            part.piece.bring(source, row)
+        return row

@@ -27,7 +27,7 @@ from kvstow.errors import BackendMissing
 from kvstow.offload.remote.client import (
     BUSY,
     NO_ROOM,
-    Arrived,
+    Answer,
     Blob,
     Range,
     Refused,
@@ -168,21 +168,23 @@ class MooncakeClient:
             answers = self._store.batch_put_from(keys, places, sizes)
         return self._refused([blob.name for blob in blobs], answers, NOT_MADE)
 
-    def get(self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: Arrived) -> None:
+    def get(self, objects: Sequence[tuple[str, Sequence[Range]]]) -> list[Answer]:
         """A whole object, whose length nobody knows, is another question than ranges of one."""
-        is_whole = [len(ranges) == 1 and ranges[0][0] == 0 for _, ranges in wanted]
+        answers: list[Answer] = [None] * len(objects)
+        is_whole = [len(ranges) == 1 and ranges[0][0] == 0 for _, ranges in objects]
         for ask, which in ((self._whole, True), (self._ranges, False)):
             numbers = [i for i, each in enumerate(is_whole) if each == which]
-            sizes = [sum(end - start for start, end in wanted[i][1]) for i in numbers]
+            sizes = [sum(end - start for start, end in objects[i][1]) for i in numbers]
             for lot in _lots(sizes, self._stage_bytes):
                 some = [numbers[i] for i in lot]
-                for number, parts in zip(some, ask([wanted[i] for i in some]), strict=True):
-                    arrived(number, parts)
+                for i, parts in zip(some, ask([objects[i] for i in some]), strict=True):
+                    answers[i] = parts
+        return answers
 
-    def _whole(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
-        sizes = [ranges[0][1] for _, ranges in wanted]
+    def _whole(self, objects: Sequence[tuple[str, Sequence[Range]]]) -> list[Answer]:
+        sizes = [ranges[0][1] for _, ranges in objects]
         starts = _starts(sizes)
-        keys = [self._prefix + name for name, _ in wanted]
+        keys = [self._prefix + name for name, _ in objects]
         with self._stage() as stage:
             with self._getting:
                 places = [stage.address + start for start in starts]
@@ -191,25 +193,25 @@ class MooncakeClient:
         both = zip(starts, self._checked(answers, NOT_READ), strict=True)
         return [[got[start : start + size]] if size >= 0 else None for start, size in both]
 
-    def _ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
-        sizes = [[end - start for start, end in ranges] for _, ranges in wanted]
+    def _ranges(self, objects: Sequence[tuple[str, Sequence[Range]]]) -> list[Answer]:
+        sizes = [[end - start for start, end in ranges] for _, ranges in objects]
         at = iter(_starts([size for each in sizes for size in each]))
         places = [[next(at) for _ in each] for each in sizes]
-        keys = [self._prefix + name for name, _ in wanted]
-        starts = [[start for start, _ in ranges] for _, ranges in wanted]
+        keys = [self._prefix + name for name, _ in objects]
+        starts = [[start for start, _ in ranges] for _, ranges in objects]
         with self._stage() as stage:
             with self._getting:
                 (answers,) = self._store.get_into_ranges(
                     [stage.address], [keys], [places], [starts], [sizes]
                 )
             got = self._copies.copied(stage.memory[: places[-1][-1] + sizes[-1][-1]])
-        objects: list[list[Bytes] | None] = []
+        results: list[Answer] = []
         for place, answer in zip(places, answers, strict=True):
             lengths = self._checked(answer, NOT_READ)
             parts = [got[at : at + max(n, 0)] for at, n in zip(place, lengths, strict=True)]
             is_missing = any(n < 0 and n != OTHER_SIZE for n in lengths)
-            objects.append(None if is_missing else parts)
-        return objects
+            results.append(None if is_missing else parts)
+        return results
 
     def exists(self, names: Sequence[str]) -> Bools:
         answers = self._store.batch_is_exist([self._prefix + name for name in names])

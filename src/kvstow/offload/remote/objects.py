@@ -137,9 +137,9 @@ class RowObjects:
 
     # ── objects ───────────────────────────────────────────────────────────────────
 
-    def written(self, key: bytes, row: Bytes, into: Bytes | None = None) -> Bytes:
-        """The object of a row, in memory of its own or `into` as many bytes."""
-        blob = np.empty(self.nbytes, np.uint8) if into is None else into
+    def written(self, key: bytes, row: Bytes) -> Bytes:
+        """The object of a row, in memory of its own."""
+        blob = np.empty(self.nbytes, np.uint8)
         shape = (self.group, self.num_bands, self.row_bytes)
         head = _HEADER.pack(MAGIC, VERSION, *shape, self.fingerprint, key, len(key))
         head += self.checksums(row).tobytes()

@@ -13,7 +13,7 @@ from kvstow.errors import BackendMissing
 from kvstow.offload.remote.client import (
     NO_ROOM,
     THERE,
-    Arrived,
+    Answer,
     Blob,
     BlobFacts,
     Range,
@@ -74,16 +74,15 @@ class RedisClient:
                 raise self._unreachable(answer)
         return refused
 
-    def get(self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: Arrived) -> None:
+    def get(self, objects: Sequence[tuple[str, Sequence[Range]]]) -> list[Answer]:
         """Ranges only: of a foreign object of gigabytes no more comes than was asked for."""
         pipe = self._redis.pipeline(transaction=False)
-        for name, ranges in wanted:
+        for name, ranges in objects:
             for start, end in ranges:
                 pipe.getrange(self._prefix + name, start, end - 1)
         answers = iter(self._sent(pipe))
-        for number, (_, ranges) in enumerate(wanted):
-            parts = [np.frombuffer(next(answers), np.uint8) for _ in ranges]
-            arrived(number, parts if any(map(len, parts)) else None)
+        parts = [[np.frombuffer(next(answers), np.uint8) for _ in each] for _, each in objects]
+        return [each if any(map(len, each)) else None for each in parts]
 
     def exists(self, names: Sequence[str]) -> Bools:
         pipe = self._redis.pipeline(transaction=False)

@@ -16,7 +16,7 @@ import numpy as np
 from kvstow.errors import BackendMissing
 from kvstow.offload.remote.client import (
     THERE,
-    Arrived,
+    Answer,
     Blob,
     BlobFacts,
     Range,
@@ -99,19 +99,18 @@ class S3Client:
         made = zip(blobs, self._each(put, blobs, self._putting), strict=True)
         return {blob.name: THERE for blob, is_new in made if not is_new}
 
-    def get(self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: Arrived) -> None:
+    def get(self, objects: Sequence[tuple[str, Sequence[Range]]]) -> list[Answer]:
         """`obstore` answers a range at once, and an object in two steps, of which each waits for
         the interpreter: so a whole object is a range, too."""
 
-        async def get(number: int) -> None:
+        async def get(each: tuple[str, Sequence[Range]]) -> Answer:
             try:
-                parts = await self._ranges_of(*wanted[number])
+                parts = await self._ranges_of(*each)
             except FileNotFoundError:
-                arrived(number, None)
-            else:
-                arrived(number, [np.frombuffer(part, np.uint8) for part in parts])
+                return None
+            return [np.frombuffer(part, np.uint8) for part in parts]
 
-        self._each(get, range(len(wanted)))
+        return self._each(get, objects)
 
     async def _ranges_of(self, name: str, ranges: Sequence[Range]) -> list[memoryview]:
         """The bytes of ranges, as far as the object has them."""

@@ -8,7 +8,6 @@ Everything that is not a verified row is a miss with a counted reason (`misses`)
 """
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from threading import Event, Lock
 from time import monotonic
@@ -48,12 +47,11 @@ from kvstow.threads import guarded_thread
 
 log = logging.getLogger("kvstow.offload")
 
-SPARE_BYTES = 64 << 20
-"""So much memory of objects that were written is kept for objects to come: memory that nobody has
-touched yet costs as much as the checksums."""
-
 REFRESH_SECONDS = 15.0
 """How often the directory of writers is read again, and the own entry renewed."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
+"""Seconds between questions to a store that does not answer."""
 
 
 class RemoteTier:
@@ -80,12 +78,10 @@ class RemoteTier:
         self._own = WriterLayout.of(layout.identified(known))
         self.layout = self._own.layout
         self._objects = [self._own.objects(g) for g in range(len(self.layout.groups))]
-        sizes = {each.nbytes for each in self._objects}
-        self._spare = {n: deque[Bytes](maxlen=SPARE_BYTES // n) for n in sizes}
         self._directory = Directory(self.client, self.options.tenant, known)
         self.misses = Tallies()
         """Rows that were asked for and not given, by reason."""
-        self.breaker = Breaker(self.client.where, lambda: self.client.exists(["probe"]))
+        self.breaker = Breaker(self.client.where)
         self._calls = Calls(self.breaker, num_threads=LOTS + 1)
         self._look_ups = LookUps(
             self.client,
@@ -102,7 +98,7 @@ class RemoteTier:
         self._counter = Counter()
         self._published = float("-inf")
         self._has_answered = False
-        """Whether the store has told its writers, or taken ours, since the tier was open_client."""
+        """Whether the store has told its writers, or taken ours, since the tier was made."""
         self._publishing = Lock()
         self.writes = WriteQueue(
             self.client,
@@ -111,7 +107,6 @@ class RemoteTier:
             max_bytes=self.options.queue,
             before=self._publish,
             written=self._count_written,
-            done=self._spare_memory,
         )
         self._closing = Event()
         self.refresh()
@@ -144,8 +139,21 @@ class RemoteTier:
             self._quota.use(last_usage(self.client))
 
     def _keep_looking(self) -> None:
-        while not self._closing.wait(REFRESH_SECONDS):
-            self.refresh()
+        """Read the directory now and then; a store that has failed is only asked whether it answers
+        again."""
+        pause = FIRST_PAUSE
+        while not self._closing.is_set():
+            if not self.breaker.in_doubt.wait(REFRESH_SECONDS):
+                self.refresh()
+            elif not self._closing.wait(pause):
+                pause = min(2 * pause, LONGEST_PAUSE)
+                try:
+                    self.client.exists(["probe"])
+                except Exception as error:  # of whatever kind: it has not answered
+                    self.breaker.failed(str(error))
+                else:
+                    self.breaker.close()
+                    pause = FIRST_PAUSE
 
     def _publish(self) -> None:
         """Let others find the own layout: before the first row is written, and now and again,
@@ -239,7 +247,7 @@ class RemoteTier:
             self.writes.add(
                 self._name(group, key),
                 objects.nbytes,
-                lambda key=key, row=row: objects.written(key, row, self._memory(objects.nbytes)),
+                lambda key=key, row=row: objects.written(key, row),
             )
             for key, row in zip(keys, rows, strict=True)
         )
@@ -252,18 +260,6 @@ class RemoteTier:
         nbytes = sum(blob.data.nbytes for blob in new)
         self._quota.add(nbytes)
         self._counter.add(Counts(stored_rows=len(new), stored_bytes=nbytes))
-
-    def _memory(self, nbytes: int) -> Bytes:
-        try:
-            return self._spare[nbytes].pop()
-        except IndexError:
-            return np.empty(nbytes, np.uint8)
-
-    def _spare_memory(self, blobs: Sequence[Blob]) -> None:
-        """Objects need their memory no more. If a store that failed still reads it, what it gets
-        is another object's, and no reader takes it for a row."""
-        for blob in blobs:
-            self._spare[blob.data.nbytes].append(blob.data)
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         """Remove the objects that rows are made of; how many rows were there and are gone."""
@@ -295,8 +291,8 @@ class RemoteTier:
         if self._closing.is_set():
             return
         self._closing.set()
+        self.breaker.in_doubt.set()  # which the thread waits for
         self.writes.close(self.options.load)
-        self.breaker.close()
         self._calls.close()
         self._thread.join(1.0)
         self.client.close()

@@ -7,7 +7,8 @@ why, is counted.
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from threading import Condition, Lock
+from math import inf
+from threading import Condition
 from time import monotonic
 
 from kvstow.offload.remote.calls import Breaker, Tallies
@@ -34,8 +35,7 @@ RECENT_SECONDS = 60.0
 class WriteQueue:
     """Blobs that threads of its own bring to a store, within a quota.
 
-    `before` is called before each batch, `written` with the blobs that are new in the store, and
-    `done` with all of a batch when their memory is needed no more.
+    `before` is called before each batch, `written` with the blobs that are new in the store.
     """
 
     def __init__(
@@ -47,26 +47,21 @@ class WriteQueue:
         max_bytes: int,
         before: Callable[[], None],
         written: Callable[[Sequence[Blob]], None],
-        done: Callable[[Sequence[Blob]], None],
     ) -> None:
         self._client, self._breaker, self._quota = client, breaker, quota
         self._max_bytes = max_bytes
-        self._before, self._written, self._done = before, written, done
+        self._before, self._written = before, written
         self._waiting: deque[Blob] = deque()
-        self._names: set[str] = set()
-        """Of blobs that were taken and are not written yet."""
         self._nbytes = 0
-        """Theirs."""
-        self._recent: OrderedDict[str, float] = OrderedDict()
-        """When objects were written or seen, the oldest first."""
-        self._lock = Lock()
-        self._arrived, self._changed = Condition(self._lock), Condition(self._lock)
-        """Blobs wait for a thread; fewer bytes than before wait or are being written."""
+        """Of blobs that were taken and are not written yet."""
+        self._seen: OrderedDict[str, float] = OrderedDict()
+        """When objects were written or seen, the oldest first; infinity for those on their way."""
+        self._changed = Condition()
         self._closed = False
         self._dropped = Tallies()
-        self._said = float("-inf")
+        self._said = -inf
         self._threads = [
-            guarded_thread(f"kvstow-remote-write-{i}", self._work, on_broken=self._break)
+            guarded_thread(f"kvstow-remote-write-{i}", self._work, on_broken=lambda _: self._end())
             for i in range(client.puts_at_once)
         ]
         for thread in self._threads:
@@ -87,13 +82,12 @@ class WriteQueue:
     def add(self, name: str, nbytes: int, make: Callable[[], Bytes]) -> bool:
         """Write what `make` gives, unless it waits, is being written, or was lately; False where it
         is dropped, and counted. One alone always fits. Never waits."""
-        with self._lock:
-            seen = self._recent.get(name, float("-inf"))
-            if name in self._names or monotonic() - seen < RECENT_SECONDS:
+        with self._changed:
+            if monotonic() - self._seen.get(name, -inf) < RECENT_SECONDS:
                 return True
             reason, message = self._too_much(nbytes)
             if not reason:
-                self._names.add(name)
+                self._seen[name] = inf
                 self._nbytes += nbytes
         if reason:
             self._drop(reason, message)
@@ -101,11 +95,11 @@ class WriteQueue:
         try:
             blob = Blob(name, make())
         except BaseException:
-            self._leave([(name, nbytes)])
+            self._leave({name: nbytes}, lost={name})
             raise
-        with self._lock:
+        with self._changed:
             self._waiting.append(blob)
-            self._arrived.notify()
+            self._changed.notify_all()
         return True
 
     def _too_much(self, nbytes: int) -> tuple[str, str]:
@@ -120,13 +114,14 @@ class WriteQueue:
 
     def forget(self, names: Sequence[str]) -> None:
         """These objects are not there: the next time they come they are sent again."""
-        with self._lock:
+        with self._changed:
             for name in names:
-                self._recent.pop(name, None)
+                if self._seen.get(name) != inf:
+                    self._seen.pop(name, None)
 
     def flush(self, seconds: float) -> bool:
         """Whether nothing waits or is being written, within so many seconds."""
-        with self._lock:
+        with self._changed:
             return self._changed.wait_for(lambda: not self._nbytes, seconds)
 
     def close(self, seconds: float = 5.0) -> None:
@@ -139,20 +134,20 @@ class WriteQueue:
 
     def _end(self) -> None:
         """Take no more, and drop what waits."""
-        with self._lock:
+        with self._changed:
             self._closed = True
             self._dropped.add("closed", len(self._waiting))
             self._nbytes -= sum(blob.data.nbytes for blob in self._waiting)
             self._waiting.clear()
-            self._arrived.notify_all()
             self._changed.notify_all()
 
     # ── threads ───────────────────────────────────────────────────────────────────
 
     def _work(self) -> None:
         while batch := self._next_batch():
+            lost = {blob.name for blob in batch}
             try:
-                self._write(batch)
+                lost = self._write(batch)
             except StoreUnreachable as error:
                 self._breaker.failed(str(error))
                 self._dropped.add("unreachable", len(batch))
@@ -161,26 +156,20 @@ class WriteQueue:
             except Exception as error:  # the next batch may go well: a thread less would not
                 self._drop("failed", f"{type(error).__name__}: {error}", len(batch))
             finally:
-                self._done(batch)
-                self._leave([(blob.name, blob.data.nbytes) for blob in batch])
-
-    def _break(self, cause: BaseException) -> None:
-        """A thread has ended: nobody is to wait for it."""
-        self._end()
+                self._leave({blob.name: blob.data.nbytes for blob in batch}, lost)
 
     def _next_batch(self) -> list[Blob]:
         """Blobs of about one batch, when there are any; none when the queue is closed."""
-        with self._lock:
-            self._arrived.wait_for(lambda: self._waiting or self._closed)
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
             batch, nbytes = list[Blob](), 0
             while self._waiting and (not batch or nbytes < BATCH_BYTES):
                 batch.append(self._waiting.popleft())
                 nbytes += batch[-1].data.nbytes
-            if self._waiting:
-                self._arrived.notify()
             return batch
 
-    def _write(self, batch: Sequence[Blob]) -> None:
+    def _write(self, batch: Sequence[Blob]) -> set[str]:
+        """Write what is not there yet; the names of what the store refused."""
         if self._breaker.is_open:
             raise StoreUnreachable(self._breaker.reason)
         self._before()
@@ -191,19 +180,17 @@ class WriteQueue:
         lost = {name: reason for name, reason in refused.items() if reason != THERE}
         for reason, count in Counter(lost.values()).items():
             self._drop(reason, f"{reason} for {count} of {len(batch)} rows", count)
-        with self._lock:
-            for blob in batch:
-                if blob.name not in lost:
-                    self._recent[blob.name] = monotonic()
-                    self._recent.move_to_end(blob.name)
-            while len(self._recent) > REMEMBERED:
-                self._recent.popitem(last=False)
         self._written([blob for blob in new if blob.name not in refused])
+        return set(lost)
 
-    def _leave(self, blobs: Sequence[tuple[str, int]]) -> None:
-        """Blobs, by name and bytes, are in the queue no more."""
-        with self._lock:
-            for name, nbytes in blobs:
-                self._names.discard(name)
+    def _leave(self, blobs: dict[str, int], lost: set[str]) -> None:
+        """Blobs, by name and bytes, are in the queue no more, and in the store but for the lost."""
+        with self._changed:
+            for name, nbytes in blobs.items():
                 self._nbytes -= nbytes
+                self._seen.pop(name, None)
+                if name not in lost:
+                    self._seen[name] = monotonic()
+            while len(self._seen) > REMEMBERED:
+                self._seen.popitem(last=False)
             self._changed.notify_all()
