@@ -28,7 +28,6 @@ from kvstow.offload.copies.mover import Mover
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.host.eviction import PolicyName
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.journal import Journal, JournalKind
 from kvstow.offload.keys import Keyed, PromptRows, links, tokenwise_groups
@@ -82,7 +81,6 @@ class Store:
         disk_bytes: int | str | None = None,
         remote: str | None = None,
         identity: Identity | None = None,
-        policy: PolicyName = "lru",
         files: Files | None = None,
         journal: JournalKind = "digests",
         journal_path: str | Path | None = None,
@@ -96,9 +94,6 @@ class Store:
         if journal not in get_args(JournalKind):
             known = ", ".join(get_args(JournalKind))
             raise StoreError(f"journal={journal!r} is none of {known}")
-        if policy not in get_args(PolicyName):
-            known = ", ".join(get_args(PolicyName))
-            raise StoreError(f"no eviction policy {policy!r}\n\nhint: one of {known}")
         self._host_bytes = None if host is None else parse_size(host)
         self._disk_bytes = None if disk_bytes is None else parse_size(disk_bytes)
         self._path = None if disk is None else _directory(disk)
@@ -106,7 +101,6 @@ class Store:
         if remote is not None:
             parse(remote)
         self._given_identity = identity
-        self._policy: PolicyName = policy
         self._files = files
         self.journal: Journal | None = None
         noted = self._path if journal_path is None else _directory(journal_path)
@@ -130,7 +124,6 @@ class Store:
         layout: Layout | None = None,
         *,
         capacity: int | str | None = None,
-        policy: PolicyName = "lru",
         files: Files | None = None,
     ) -> Self:
         """The store in a directory, bound to `layout`, or to its own where none is given.
@@ -138,7 +131,7 @@ class Store:
         A new store needs `layout` and `capacity`. One that is there keeps its own layout;
         another one of the same computation is joined to it by a route, anything else is refused.
         """
-        store = cls(disk=path, disk_bytes=capacity, policy=policy, files=files)
+        store = cls(disk=path, disk_bytes=capacity, files=files)
         store._use(DiskTier(path, layout, capacity=store._disk_bytes, files=files), layout)
         return store
 
@@ -176,7 +169,7 @@ class Store:
             if self._url is not None:
                 self.remote = RemoteTier(self._url, rows)
             if self._host_bytes is not None:
-                self.host = HostTier(rows, capacity=self._host_bytes, policy=self._policy)
+                self.host = HostTier(rows, capacity=self._host_bytes)
         except BaseException:
             for tier in (disk, self.remote):
                 if tier is not None:

@@ -87,7 +87,7 @@ class Counter:
 _numbers = attrgetter(*Counts.__slots__)
 
 
-class Rows(Protocol):
+class KeyedRows(Protocol):
     """Rows by key. `rows` are flat byte arrays, one per key, as long as the group's row."""
 
     @property
@@ -125,7 +125,7 @@ class Rows(Protocol):
         ...
 
 
-class Tier(Rows, Protocol):
+class Tier(KeyedRows, Protocol):
     """One place that keeps rows."""
 
     @property
@@ -140,7 +140,7 @@ class Tier(Rows, Protocol):
 
 
 def stored_in(
-    tier: Rows,
+    tier: KeyedRows,
     group: int,
     keys: Sequence[bytes],
     rows: Sequence[Bytes],

@@ -40,7 +40,7 @@ from kvstow.offload.copies.jobs import JobKind, JobPart, JobQueue, MoverJob, Str
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.rows import RowMapping, check_same_rows, matching_group, row_layout
-from kvstow.offload.tier import Rows, check_process, checked_keys, chosen, stored_in
+from kvstow.offload.tier import KeyedRows, check_process, checked_keys, chosen, stored_in
 from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, check_ids
@@ -156,7 +156,7 @@ class Mover:
         self,
         arena: Arena,
         host: HostTier | None,
-        below: Rows | None = None,
+        below: KeyedRows | None = None,
         *,
         pool: Holds | None = None,
         limits: Limits = USUAL,
@@ -640,7 +640,7 @@ def _named(part: JobPart, cause: BaseException) -> StoreError:
     )
 
 
-def _check_identity(host: HostTier, below: Rows) -> None:
+def _check_identity(host: HostTier, below: KeyedRows) -> None:
     """Refuses a tier below that keeps rows of another computation."""
     above, under = host.layout.identity, below.layout.identity
     if above is not None and under is not None and (unlike := under.differences(above)):

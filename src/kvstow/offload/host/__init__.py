@@ -1,6 +1,5 @@
 """Rows in host memory.
 
 tier      HostTier: an arena of rows, pinned when CUDA is there, in slabs that pass between groups
-eviction  which rows go first
 shared    rows that several processes share, and that outlive them
 """

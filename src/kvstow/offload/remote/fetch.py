@@ -41,7 +41,7 @@ MOST_FOUND = 1 << 16
 MOST_PROMPTS = 64
 
 LOT_BYTES = 17 << 20
-"""Rows are fetched in lots of so many bytes, 16 rows of 1 MiB with their heads, `LOTS` at a time."""
+"""Rows are fetched in lots of so many bytes, 16 rows of 1 MiB with heads, `LOTS` at a time."""
 LOTS = 4
 
 Parts = Sequence[ObjectPart]
@@ -262,7 +262,7 @@ class Fetcher:
             nbytes = sum(nbytes for name, nbytes in new.items() if name not in names)
             if lot and total + nbytes > LOT_BYTES:
                 yield lot
-                lot, names, total, nbytes = [], set(), 0, sum(new.values())
+                lot, names, total, nbytes = [], set[str](), 0, sum(new.values())
             lot.append(i)
             names |= new.keys()
             total += nbytes
