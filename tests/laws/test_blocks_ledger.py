@@ -169,8 +169,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def known(self, run: Running) -> int:
         slot = int(self.ledger._requests.slots(run.request)[0])
-        prompt = self.ledger._requests.prompts[slot]
-        return 0 if prompt is None else len(prompt)
+        source = self.ledger._requests.sources[slot]
+        return 0 if source is None else len(source.prompt)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

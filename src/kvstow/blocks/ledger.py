@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
-from kvstow.blocks.prefix import MISS, PrefixCache, PrefixHit
+from kvstow.blocks.prefix import MISS, PrefixCache, PrefixHit, Source
 from kvstow.blocks.prompt import Hashes, Prompt
 from kvstow.blocks.requests import Requests
 from kvstow.blocks.rows import NONE
@@ -57,7 +57,7 @@ class Checkpoint(NamedTuple):
     group: int
     row: int
     hashes: Hashes
-    source: int
+    source: Source
 
 
 class Ledger:
@@ -156,8 +156,6 @@ class Ledger:
         if self._requests.is_full:
             self._reserve(max(64, 2 * self._requests.num_slots))
         slot = self._requests.open(upto, known, hit.num_tokens)
-        if self.prefixes and known:
-            self._requests.sources[slot] = self.prefixes.add_source(known)
         copies = tuple(
             copy for g in range(len(self.groups)) for copy in self._open(slot, g, hit, held[g])
         )
@@ -289,14 +287,11 @@ class Ledger:
         """
         self.pool.check_thread()
         slot = int(self._requests.slots(request)[0])
-        prompt, number = self._requests.prompts[slot], self._requests.sources[slot]
-        if prompt is None:
+        source = self._requests.sources[slot]
+        if source is None:
             raise BlockError(f"request {request} was admitted without a prompt")
-        longer = prompt.extended(tokens)
-        self._requests.prompts[slot] = longer
-        self._requests.num_known[slot] = len(longer)
-        if self.prefixes and number is not None:
-            self.prefixes.extend_source(number, longer)
+        source.prompt = source.prompt.extended(tokens)
+        self._requests.num_known[slot] = len(source.prompt)
 
     def _store_computed(self, slots: Ints, computed: Ints) -> None:
         """Make whole blocks of computed tokens, whose ids are known, known as prefixes."""
@@ -305,28 +300,27 @@ class Ledger:
             self._store_computed_of(int(slots[i]), int(ready[i]))
 
     def _store_computed_of(self, slot: int, num_tokens: int) -> None:
-        prompt, number = self._requests.prompts[slot], self._requests.sources[slot]
-        assert prompt is not None
-        assert number is not None
+        source = self._requests.sources[slot]
+        assert source is not None
         stored = int(self._requests.num_stored[slot])
         self._requests.num_stored[slot] = num_tokens
         for g, table in self._growing.items():
             first, end = stored // table.block_tokens, num_tokens // table.block_tokens
             first = max(first, int(table.first[slot]))
             if first < end:
-                self._store(slot, g, first, end, prompt, number)
+                self._store(slot, g, first, end, source)
 
-    def _store(self, slot: int, g: int, first: int, end: int, prompt: Prompt, number: int) -> None:
+    def _store(self, slot: int, g: int, first: int, end: int, source: Source) -> None:
         """Make blocks `[first, end)` of a request in one group known; it holds all of them."""
         assert self.prefixes is not None
         table = self._growing[g]
-        hashes = prompt.hashes(table.block_tokens)[first:end]
+        hashes = source.prompt.hashes(table.block_tokens)[first:end]
         rows = table.ids(slot, first, end)
         if self.pool.num_suspect(g):
             usable = ~self.pool.suspect(g, rows)
             rows, hashes = rows[usable], hashes[usable]
         if len(rows):
-            stored = self.prefixes.store(g, rows, hashes, number)
+            stored = self.prefixes.store(g, rows, hashes, source)
             self.pool.keep(g, stored)
 
     # A state is somewhere only after all its tokens and before the next one. So a checkpoint is
@@ -343,10 +337,10 @@ class Ledger:
             at = np.nonzero((num_tokens % table.block_tokens == 0) & (num_tokens > 0))[0]
             for i in at.tolist():
                 slot, tokens = int(slots[i]), int(num_tokens[i])
-                prompt, source = self._requests.prompts[slot], self._requests.sources[slot]
-                if prompt is None or source is None or len(prompt) < tokens:
+                source = self._requests.sources[slot]
+                if source is None or len(source.prompt) < tokens:
                     continue
-                row, hashes = table.all_ids(slot), prompt.hash_after(tokens)
+                row, hashes = table.all_ids(slot), source.prompt.hash_after(tokens)
                 if not (self.pool.suspect(g, row) | self.prefixes.known(g, hashes)).any():
                     due.append(Checkpoint(g, int(row[0]), hashes, source))
         return due
@@ -373,12 +367,12 @@ class Ledger:
         rows = self.pool.hold_all([RowDemand(g, 1) for g in self._states])
         if self._requests.is_full:
             self._reserve(2 * self._requests.num_slots)
-        known = self._requests.prompts[slot]
+        source = self._requests.sources[slot]
         twin = self._requests.open(
-            int(self._requests.num_tokens[slot]), known, int(self._requests.num_stored[slot])
+            int(self._requests.num_tokens[slot]),
+            source and source.prompt,
+            int(self._requests.num_stored[slot]),
         )
-        if self.prefixes and known:
-            self._requests.sources[twin] = self.prefixes.add_source(known)
         copies: list[RowCopy] = []
         states = dict(zip(self._states, rows, strict=True))
         for g, table in enumerate(self._tables):
@@ -389,7 +383,7 @@ class Ledger:
                 table.open(twin, 0, states[g])
             else:
                 self.pool.share(g, ids)
-                table.copy(slot, twin)
+                table.open(twin, int(table.first[slot]), ids)
         self._requests.forked[[slot, twin]] = True
         num_tokens = int(self._requests.num_tokens[slot])
         return Admission(self._requests.handle(twin), num_tokens, tuple(copies))
@@ -412,8 +406,6 @@ class Ledger:
             ids = [table.all_ids(slot) for slot in slots.tolist()]
             self.pool.release(g, ids[0] if len(ids) == 1 else np.concatenate((NONE, *ids)))
         for slot in map(int, slots):
-            if self.prefixes and (number := self._requests.sources[slot]) is not None:
-                self.prefixes.drop_source(number)
             for table in self._tables:
                 table.end[slot] = 0
             self._requests.close(slot)

@@ -3,7 +3,7 @@
 A hit of `n` tokens needs, of every group, the blocks that a token at `n` sees
 (`kvstow.plan.retention.seen_blocks`): all of them, those of the last window, a checkpoint at
 exactly `n`. Rows are found by the hash of the prefix that they end (`PrefixIndex`), and then
-confirmed: the tokens they were computed from are compared (`SourceTokens`), so that two
+confirmed: the tokens they were computed from are compared (`Prompt.agrees`), so that two
 prompts with one hash never share rows.
 """
 
@@ -17,36 +17,21 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kvstow.blocks.prompt import Extra, Hashes, Prompt, Tokens
+from kvstow.blocks.prompt import Hashes, Prompt
 from kvstow.blocks.rows import NONE
 from kvstow.plan.group import Group
-from kvstow.plan.retention import Bools, Encoder, Full, longest_prefix, seen_blocks
+from kvstow.plan.retention import Bools, Encoder, longest_prefix, seen_blocks
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 
 log = logging.getLogger(__name__)
 
 
-class SourceTokens(NamedTuple):
-    """What some rows were computed from: a prompt's tokens, and what else decides their content."""
+@dataclass(slots=True, eq=False)
+class Source:
+    """What some rows were computed from: their request's prompt, with all its tokens by now."""
 
-    tokens: Tokens
-    salt: bytes
-    extra: Extra
-
-    def confirms(self, prompt: Prompt, num_tokens: int) -> bool:
-        """Whether the first `num_tokens` tokens of the prompt, and all else that their
-        content depends on, are the same."""
-        return (
-            len(self.tokens) >= num_tokens
-            and self.salt == prompt.salt
-            and _before(self.extra, num_tokens) == _before(prompt.extra, num_tokens)
-            and not np.count_nonzero(self.tokens[:num_tokens] != prompt.tokens[:num_tokens])
-        )
-
-
-def _before(extra: Extra, num_tokens: int) -> list[tuple[int, bytes]]:
-    return [part for part in extra if part[0] < num_tokens]
+    prompt: Prompt
 
 
 class PrefixIndex:
@@ -55,21 +40,11 @@ class PrefixIndex:
     def __init__(self, num_rows: int) -> None:
         self._row: dict[int, int] = {}
         self._hash = np.zeros(num_rows, np.uint64)
-        self.source = np.full(num_rows, -1, np.int64)
+        self.source = np.full(num_rows, None, object)
 
     def find(self, hashes: Hashes) -> Ints:
         """The row of each hash, -1 where there is none."""
         return np.array(list(map(self._row.get, hashes.tolist(), repeat(-1))), np.int64)
-
-    def find_leading(self, hashes: Hashes) -> Ints:
-        """The rows of the first hashes, up to the first that has none."""
-        rows: list[int] = []
-        for key in hashes.tolist():
-            row = self._row.get(key)
-            if row is None:
-                break
-            rows.append(row)
-        return np.array(rows, np.int64)
 
     def has(self, rows: Ints) -> Bools:
         """Which rows have a hash."""
@@ -79,7 +54,7 @@ class PrefixIndex:
         """All rows that have a hash."""
         return self._hash.nonzero()[0]
 
-    def add(self, rows: Ints, hashes: Hashes, source: int) -> Bools:
+    def add(self, rows: Ints, hashes: Hashes, source: Source) -> Bools:
         """Make rows known by hashes; which of them are, by now: neither the row nor the hash
         was in the index."""
         new = ~self.has(rows)
@@ -95,7 +70,7 @@ class PrefixIndex:
         for key in hashes.tolist():
             del self._row[key]
         self._hash[rows] = 0
-        self.source[rows] = -1
+        self.source[rows] = None
         return hashes
 
 
@@ -134,9 +109,6 @@ class PrefixCache:
         ]
         self._index = {g: PrefixIndex(num_rows[g]) for g, _ in self._tokenwise}
         self._unit = lcm(*(group.block_tokens for _, group in self._tokenwise))
-        self._sources: dict[int, SourceTokens] = {}
-        self._num_uses: dict[int, int] = {}  # rows, and one more while the request lives
-        self._next_source = 0
 
     # ── questions ─────────────────────────────────────────────────────────────────
 
@@ -147,7 +119,7 @@ class PrefixCache:
 
         def holds(g: int, num_blocks: int) -> Bools:
             if g not in rows:
-                rows[g] = self._candidates(g, prompt, num_blocks)
+                rows[g] = self._index[g].find(prompt.hashes(self._step[g])[:num_blocks])
             return rows[g] >= 0
 
         num_tokens = len(prompt) - 1
@@ -157,33 +129,23 @@ class PrefixCache:
             if not mismatched:
                 return PrefixHit(num_tokens, blocks)
             for g, ids in rows.items():
-                ids[np.isin(self._index[g].source[ids], mismatched)] = -1
+                wrong = [source in mismatched for source in self._index[g].source[ids]]
+                ids[np.array(wrong, np.bool_)] = -1
         return MISS
-
-    def _candidates(self, g: int, prompt: Prompt, num_blocks: int) -> Ints:
-        """The row of each of the prompt's first blocks, -1 where there is none."""
-        hashes = prompt.hashes(self._step[g])[:num_blocks]
-        if isinstance(self._groups[g].retention, Full):
-            return self._index[g].find_leading(hashes)
-        return self._index[g].find(hashes)
 
     def _shared(self, g: int, rows: Ints, num_tokens: int) -> Blocks:
         """Of the rows of a prompt's blocks those that a token at `num_tokens` sees."""
         seen = seen_blocks(self._groups[g].retention, num_tokens, self._step[g])
         return Blocks(rows[seen.start : seen.stop], np.arange(seen.start, seen.stop))
 
-    def _mismatched(self, prompt: Prompt, blocks: Mapping[int, Blocks]) -> list[int]:
+    def _mismatched(self, prompt: Prompt, blocks: Mapping[int, Blocks]) -> set[Source]:
         """Sources of the rows that were computed from other tokens than the prompt's."""
-        ends: dict[int, int] = {}
+        ends: dict[Source, int] = {}
         for g, part in blocks.items():
-            if not len(part.ids):
-                continue
-            sources = self._index[g].source[part.ids]
-            last = [*(sources[1:] != sources[:-1]).nonzero()[0].tolist(), len(sources) - 1]
-            for i in last:
-                source = int(sources[i])
-                ends[source] = max(ends.get(source, 0), (int(part.index[i]) + 1) * self._step[g])
-        return [n for n, end in ends.items() if not self._sources[n].confirms(prompt, end)]
+            sources = self._index[g].source[part.ids].tolist()
+            for source, k in dict(zip(sources, part.index.tolist(), strict=True)).items():
+                ends[source] = max(ends.get(source, 0), (k + 1) * self._step[g])
+        return {source for source, end in ends.items() if not source.prompt.agrees(prompt, end)}
 
     def known(self, g: int, hashes: Hashes) -> Bools:
         """Which hashes the group has a row for."""
@@ -195,29 +157,12 @@ class PrefixCache:
 
     # ── changes ───────────────────────────────────────────────────────────────────
 
-    def add_source(self, prompt: Prompt) -> int:
-        """Keep a prompt's tokens, to be named by number when its rows are stored."""
-        number, self._next_source = self._next_source, self._next_source + 1
-        self._num_uses[number] = 1
-        self.extend_source(number, prompt)
-        return number
-
-    def extend_source(self, number: int, prompt: Prompt) -> None:
-        """The prompt is what was kept under the number, with more tokens behind it."""
-        self._sources[number] = SourceTokens(prompt.tokens, prompt.salt, prompt.extra)
-
-    def drop_source(self, number: int) -> None:
-        """The prompt's request is over; its tokens stay as long as rows need them."""
-        self._unuse(number, 1)
-
-    def store(self, g: int, rows: Ints, hashes: Hashes, source: int) -> Ints:
+    def store(self, g: int, rows: Ints, hashes: Hashes, source: Source) -> Ints:
         """Make rows known by hashes; those that are known by this call."""
         added = self._index[g].add(rows, hashes, source)
-        rows, hashes = rows[added], hashes[added]
-        if len(rows):
-            self._num_uses[source] += len(rows)
-            self._tell(BlockEvent("stored", g, hashes))
-        return rows
+        if added.any():
+            self._tell(BlockEvent("stored", g, hashes[added]))
+        return rows[added]
 
     def remove(self, g: int, rows: Ints) -> None:
         """Forget rows; those that are not known are passed over."""
@@ -225,12 +170,8 @@ class PrefixCache:
             return
         index = self._index[g]
         rows = rows[index.has(rows)]
-        if not len(rows):
-            return
-        numbers, counts = np.unique(index.source[rows], return_counts=True)
-        self._tell(BlockEvent("removed", g, index.remove(rows)))
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            self._unuse(number, count)
+        if len(rows):
+            self._tell(BlockEvent("removed", g, index.remove(rows)))
 
     def _tell(self, event: BlockEvent) -> None:
         for listener in self.on_change:
@@ -238,8 +179,3 @@ class PrefixCache:
                 listener(event)
             except Exception:
                 log.exception("prefixes: a listener missed %d blocks", len(event.hashes))
-
-    def _unuse(self, number: int, count: int) -> None:
-        self._num_uses[number] -= count
-        if self._num_uses[number] == 0:
-            del self._num_uses[number], self._sources[number]

@@ -6,7 +6,7 @@ So the hash at a position depends on everything before it and on nothing else: g
 different tokens per block read the same sums at different places. `root` comes from the
 salt. Content that the token ids do not tell (an image, an embedding) adds a term at the
 position where it begins. Hashes find candidates; what is in a row is then confirmed token
-by token (`kvstow.blocks.prefix.SourceTokens`).
+by token (`Prompt.agrees`).
 """
 
 from collections.abc import Iterable
@@ -95,9 +95,23 @@ class Prompt:
             self._by_block[block_tokens] = hashes
         return hashes
 
+    def agrees(self, other: "Prompt", num_tokens: int) -> bool:
+        """Whether the first `num_tokens` tokens of the other one are this one's too, and all else
+        that their content depends on."""
+        return (
+            len(self.tokens) >= num_tokens
+            and self.salt == other.salt
+            and _before(self.extra, num_tokens) == _before(other.extra, num_tokens)
+            and np.array_equal(self.tokens[:num_tokens], other.tokens[:num_tokens])
+        )
+
     def hash_after(self, num_tokens: int) -> Hashes:
         """The hash of the first tokens, as an array of one."""
         return _finished(self.sums[num_tokens - 1 : num_tokens].copy())
+
+
+def _before(extra: Extra, num_tokens: int) -> list[tuple[int, bytes]]:
+    return [part for part in extra if part[0] < num_tokens]
 
 
 def _own(tokens: npt.ArrayLike) -> Tokens:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstow.blocks.prefix import Source
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError
 from kvstow.plan.view import Ints
@@ -21,8 +22,8 @@ class Requests:
     """Slots of requests; `num_tokens[slot]` tokens have their rows.
 
     Of `num_known` tokens the ids are known; the blocks of `num_stored` tokens have been
-    stored as prefixes. `forked` requests may share a block that is not full. `sources` are
-    numbers that the prefix cache gave.
+    stored as prefixes. `forked` requests may share a block that is not full. `sources` have the
+    prompts of those whose tokens are known.
     """
 
     def __init__(self) -> None:
@@ -30,10 +31,8 @@ class Requests:
         self.num_known = np.zeros(0, np.int64)
         self.num_stored = np.zeros(0, np.int64)
         self.forked = np.zeros(0, np.bool_)
-        self.prompts: list[Prompt | None] = []
-        self.sources: list[int | None] = []
+        self.sources: list[Source | None] = []
         self._handle = np.zeros(0, np.int64)
-        self._mark = np.zeros(0, np.int64)
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -57,8 +56,6 @@ class Requests:
         self.num_stored = np.concatenate((self.num_stored, wide))
         self.forked = np.concatenate((self.forked, wide.astype(np.bool_)))
         self._handle = np.concatenate((self._handle, ~np.arange(num_slots - more, num_slots)))
-        self._mark = np.concatenate((self._mark, wide))
-        self.prompts += [None] * more
         self.sources += [None] * more
 
     def open(self, num_tokens: int, prompt: Prompt | None, num_stored: int) -> int:
@@ -69,13 +66,11 @@ class Requests:
         self.num_known[slot] = 0 if prompt is None else len(prompt)
         self.num_stored[slot] = num_stored
         self.forked[slot] = False
-        self.prompts[slot] = prompt
-        self.sources[slot] = None
+        self.sources[slot] = None if prompt is None else Source(prompt)
         return slot
 
     def close(self, slot: int) -> None:
         self._handle[slot] = ~(self._handle[slot] + (1 << SLOT_BITS))
-        self.prompts[slot] = None
         self.sources[slot] = None
         self._free.append(slot)
 
@@ -84,10 +79,6 @@ class Requests:
 
     def slots(self, requests: int | Sequence[int] | npt.NDArray[np.int64]) -> Ints:
         """The slots of living requests; raises for any other."""
-        if isinstance(requests, int):
-            slot = requests & _SLOT
-            if slot < self.num_slots and self._handle[slot] == requests:
-                return np.array([slot])
         handles = _numbers(requests)
         slots = handles & _SLOT
         if len(slots) and slots.max() < self.num_slots and (self._handle[slots] == handles).all():
@@ -105,21 +96,17 @@ class Requests:
 
     def check_distinct(self, slots: Ints) -> None:
         """Raises if a request is named twice."""
-        if len(slots) == 1:
-            return
-        order = np.arange(len(slots))
-        self._mark[slots] = order
-        if (self._mark[slots] != order).any():
-            raise BlockError(f"{len(slots)} requests are named, {len(np.unique(slots))} are there")
+        if len(slots) > 1 and (count := len(np.unique(slots))) < len(slots):
+            raise BlockError(f"{len(slots)} requests are named, {count} are there")
 
 
 def _numbers(requests: object) -> Ints:
     """What requests are named by, as an array; raises for anything but whole numbers."""
-    given = np.atleast_1d(np.asarray(requests))
-    if given.size and given.dtype.kind not in "iu":
-        kinds = {type(each).__name__ for each in given.ravel().tolist()}
+    handles = np.atleast_1d(np.asarray(requests))
+    if handles.size and handles.dtype.kind not in "iu":
+        kinds = {type(each).__name__ for each in handles.ravel().tolist()}
         raise BlockError(
             f"requests are named by whole numbers, not by {', '.join(sorted(kinds))}\n\n"
             "hint: ledger.admit(...).request is one"
         )
-    return given.astype(np.int64, copy=False)
+    return handles.astype(np.int64, copy=False)

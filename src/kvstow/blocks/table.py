@@ -2,11 +2,9 @@
 
 A recurrent group has one block per request, its running row.
 
-    slot     logical block k at column k, of a window at column k % width
+    slot     logical block k at column k
     0      │ 40 41 42 17 ·  ·  ·  · │        blocks [first, end) are held
     1      │  ·  ·  · 70 71 72 73 · │
-
-The ring of a window is as wide as the longest stretch that was ever held, for any length.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,36 +38,28 @@ class BlockTable:
 
     def reserve(self, num_slots: int) -> None:
         """Make room for so many requests."""
-        grown = np.zeros((num_slots, self._ids.shape[1]), np.int64)
-        grown[: len(self._ids)] = self._ids
-        self._ids = grown
-        self.first = np.concatenate((self.first, np.zeros(num_slots - len(self.first), np.int64)))
-        self.end = np.concatenate((self.end, np.zeros(num_slots - len(self.end), np.int64)))
+        self._reshape(num_slots, self._ids.shape[1])
+        more = np.zeros(num_slots - len(self.first), np.int64)
+        self.first = np.concatenate((self.first, more))
+        self.end = np.concatenate((self.end, more))
 
     # ── questions ─────────────────────────────────────────────────────────────────
 
-    def held(self, slot: int) -> Ints:
-        """Logical blocks that the request holds, ascending."""
-        return np.arange(int(self.first[slot]), int(self.end[slot]))
-
     def ids(self, slot: int, first: int, end: int) -> Ints:
         """Ids of blocks `[first, end)`, all of them held."""
-        row = self._ids[slot]
-        parts = [row[columns] for columns in self._stretches(first, end)]
-        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
+        return self._ids[slot, first:end].copy()
 
     def all_ids(self, slot: int) -> Ints:
         """Ids of everything that the request holds, by logical block."""
         return self.ids(slot, int(self.first[slot]), int(self.end[slot]))
 
     def blocks(self, slot: int) -> Blocks:
-        return Blocks(self.all_ids(slot), self.held(slot))
+        return Blocks(self.all_ids(slot), np.arange(int(self.first[slot]), int(self.end[slot])))
 
     def last_ids(self, slots: Ints) -> Ints:
         """The id of each request's last block, 0 where there is none."""
         last = self.end[slots] - 1
-        ids = self._ids[slots, self._columns(np.maximum(last, 0))]
-        return ids if len(last) == 0 or last.min() >= 0 else np.where(last < 0, 0, ids)
+        return np.where(last < 0, 0, self._ids[slots, np.maximum(last, 0)])
 
     def near(self, slots: Ints) -> Ints:
         """Per request, the row behind which it would like its next one: the last one, or
@@ -77,7 +67,7 @@ class BlockTable:
         if not self.moves:
             return self.last_ids(slots)
         first = self.first[slots]
-        left = self._ids[slots, self._columns(np.maximum(first - 1, 0))] - 1
+        left = self._ids[slots, np.maximum(first - 1, 0)] - 1
         return np.where(first > 0, left, self.last_ids(slots))
 
     # ── changes ───────────────────────────────────────────────────────────────────
@@ -87,81 +77,42 @@ class BlockTable:
         self.first[slot] = self.end[slot] = first
         self.append(slot, ids)
 
-    def copy(self, slot: int, twin: int) -> None:
-        """Begin a request with all that another one has."""
-        self._ids[twin] = self._ids[slot]
-        self.first[twin] = self.first[slot]
-        self.end[twin] = self.end[slot]
-
-    def write(self, slot: int, first: int, ids: Ints) -> None:
-        """Enter the ids of blocks from `first` on, for which there is room."""
-        row, done = self._ids[slot], 0
-        for columns in self._stretches(first, first + len(ids)):
-            more = columns.stop - columns.start
-            row[columns] = ids[done : done + more]
-            done += more
-
     def append(self, slot: int, ids: Ints) -> None:
         """Add blocks behind the last one."""
-        end = int(self.end[slot])
-        self._widen(end + len(ids), end + len(ids) - int(self.first[slot]))
-        self.write(slot, end, ids)
-        self.end[slot] = end + len(ids)
+        start = int(self.end[slot])
+        end = start + len(ids)
+        self._widen(end)
+        self._ids[slot, start:end] = ids
+        self.end[slot] = end
 
     def append_one_each(self, slots: Ints, ids: Ints) -> None:
         """Add one block to each request, each named once."""
         end = self.end[slots]
-        self._widen(int(end.max()) + 1, int((end - self.first[slots]).max()) + 1)
-        self._ids[slots, self._columns(end)] = ids
+        self._widen(int(end.max()) + 1)
+        self._ids[slots, end] = ids
         self.end[slots] = end + 1
 
     def replace_last(self, slot: int, row: int) -> None:
-        self.write(slot, int(self.end[slot]) - 1, np.array([row]))
+        self._ids[slot, self.end[slot] - 1] = row
 
     def slide(self, slots: Ints, num_tokens: Ints) -> Ints:
         """Give up what no token at `num_tokens` or later sees: its ids."""
         seen = first_seen_block(self.retention, num_tokens, self.block_tokens)
-        seen = np.minimum(seen, self.end[slots])
         first = self.first[slots]
-        moved = np.nonzero(seen > first)[0]
-        if not len(moved):
-            return moved
-        slots, seen, first = slots[moved], seen[moved], first[moved]
-        gone = seen - first
-        self.first[slots] = seen
-        if gone.max() == 1:
-            return self._ids[slots, self._columns(first)]
-        lines = np.repeat(np.arange(len(moved)), gone)
-        steps = np.arange(len(lines)) - np.repeat(gone.cumsum() - gone, gone)
-        return self._ids[slots[lines], self._columns(first[lines] + steps)]
+        gone = np.maximum(np.minimum(seen, self.end[slots]) - first, 0)
+        self.first[slots] = first + gone
+        starts = np.repeat(first - (gone.cumsum() - gone), gone)
+        return self._ids[np.repeat(slots, gone), starts + np.arange(len(starts))]
 
-    def _columns(self, logical: Ints) -> Ints:
-        return logical % self._ids.shape[1] if self.moves else logical
+    def _widen(self, width: int) -> None:
+        """Make room for a request of so many blocks."""
+        num_slots, before = self._ids.shape
+        if width > before:
+            self._reshape(num_slots, max(width, 2 * before))
 
-    def _stretches(self, first: int, end: int) -> list[slice]:
-        """The columns of blocks `[first, end)`, in their order."""
-        if not self.moves:
-            return [slice(first, end)]
-        ring = self._ids.shape[1]
-        start = first % ring
-        over = start + end - first - ring
-        if over <= 0:
-            return [slice(start, start + end - first)]
-        return [slice(start, ring), slice(0, over)]
-
-    def _widen(self, end: int, stretch: int) -> None:
-        """Make room for a request that holds so many blocks, or a stretch of them."""
-        needed = stretch if self.moves else end
-        width = self._ids.shape[1]
-        if needed <= width:
-            return
-        slots: list[int] = np.nonzero(self.end > 0)[0].tolist() if self.moves else []
-        before, held = self._ids, [self.all_ids(slot) for slot in slots]
-        self._ids = np.zeros((len(before), max(needed, 2 * width)), np.int64)
-        if not self.moves:
-            self._ids[:, :width] = before
-        for slot, ids in zip(slots, held, strict=True):
-            self.write(slot, int(self.first[slot]), ids)
+    def _reshape(self, num_slots: int, width: int) -> None:
+        before, self._ids = self._ids, np.zeros((num_slots, width), np.int64)
+        self._ids[: len(before), : before.shape[1]] = before
 
 
 # ── what a step adds ──────────────────────────────────────────────────────────────────
