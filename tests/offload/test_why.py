@@ -3,10 +3,11 @@
 import json
 import logging
 import os
-import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from checkpoints import checkpoint
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
+from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.journal import FILE, Journal
 from kvstow.offload.store import JournalKind, Store
@@ -166,84 +168,94 @@ def test_a_load_says_why_at_debug_level(tmp_path: Path, caplog: pytest.LogCaptur
 # ── the journal ───────────────────────────────────────────────────────────────────────
 
 
-def rows(path: Path, what: str) -> list[tuple[object, ...]]:
-    connection = sqlite3.connect(path / FILE)
-    found = connection.execute(f"SELECT {what} FROM prompts ORDER BY id").fetchall()
-    connection.close()
-    return found
+def noted(path: Path, what: str) -> list[Any]:
+    lines = (path / FILE).read_text().splitlines()
+    return [json.loads(line)[what] for line in lines[1:]]
 
 
-def test_no_tokens_are_kept_unless_asked_for(tmp_path: Path):
+def test_no_tokens_are_kept_unless_the_user_wants_them(tmp_path: Path):
     for kind, name in (("digests", "a"), ("tokens", "b")):
         with opened(tmp_path / name, kind) as store:  # pyright: ignore[reportArgumentType]
             saved(store, TOKENS)
-    assert rows(tmp_path / "a", "tokens") == [(None,)]
-    assert rows(tmp_path / "b", "tokens") == [(TOKENS.astype("<i4").tobytes(),)]
-    everything = b"".join(file.read_bytes() for file in (tmp_path / "a").glob(f"{FILE}*"))
-    assert TOKENS[:4].astype("<i4").tobytes() not in everything
-    assert (tmp_path / "a" / FILE).stat().st_mode & 0o077 == 0
+    assert noted(tmp_path / "a", "tokens") == [None]
+    assert noted(tmp_path / "b", "tokens") == [TOKENS.tolist()]
+    text = (tmp_path / "a" / FILE).read_text()
+    assert not any(str(token) in text for token in TOKENS.tolist() if token > 9999)
 
 
-def test_a_journal_beside_no_store_is_closed_to_other_users_with_its_log(tmp_path: Path):
-    """SQLite gives its log the mode that the file has when it is opened, and tokens are in both."""
+def test_a_journal_beside_no_store_is_closed_to_other_users(tmp_path: Path):
     old = os.umask(0)
     try:
-        journal = Journal(tmp_path / "j", tokens=True)
-        journal.note(Prompt.of(TOKENS), IDENTITY, 4)
-        files = [tmp_path / "j", *(tmp_path / "j").iterdir()]
+        Journal(tmp_path / "j", tokens=True).note(Prompt.of(TOKENS), IDENTITY, 4)
     finally:
         os.umask(old)
-    assert len(files) == 4
+    files = [tmp_path / "j", *(tmp_path / "j").iterdir()]
+    assert len(files) == 2
     assert [file.name for file in files if file.stat().st_mode & 0o077] == []
-    journal.close()
 
 
 def test_equal_prompts_have_other_digests_in_another_journal(tmp_path: Path):
     for name in "ab":
         Journal(tmp_path / name).note(Prompt.of(TOKENS), IDENTITY, 4)
-    assert rows(tmp_path / "a", "digests") != rows(tmp_path / "b", "digests")
+    assert noted(tmp_path / "a", "digests") != noted(tmp_path / "b", "digests")
 
 
-def test_a_prompt_that_goes_on_replaces_its_beginning(tmp_path: Path):
+def test_of_prompts_that_share_as_much_the_longest_one_is_compared(tmp_path: Path):
     journal = Journal(tmp_path)
-    for end in (4, 8, 21, 22):
+    for end in (22, 4, 21, 8):
         journal.note(Prompt.of(TOKENS[:end]), IDENTITY, 4)
-    journal.note(Prompt.of(TOKENS[:8]), IDENTITY.for_request(salt="x"), 4)
-    assert [len(digests) // 8 for (digests,) in rows(tmp_path, "digests")] == [5, 2]  # pyright: ignore
+    alike = journal.alike(Prompt.of(changed(7)))
+    assert [(each.shared_tokens, each.num_tokens) for each in alike] == [
+        (4, 20),
+        (4, 20),
+        (4, 8),
+        (4, 4),
+    ]
 
 
-def test_the_oldest_prompts_are_forgotten(tmp_path: Path):
-    journal = Journal(tmp_path, most_prompts=5)
-    for seed in range(12):
-        journal.note(Prompt.of(np.random.default_rng(seed).integers(0, 9, 8)), IDENTITY, 4)
-    assert len(rows(tmp_path, "id")) == 5
-
-
-def test_a_journal_that_could_not_make_its_secret_makes_it_before_it_notes_anything(
-    tmp_path: Path,
+def test_a_journal_is_bounded_and_forgets_the_oldest_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    Journal(tmp_path).note(Prompt.of(TOKENS), IDENTITY, 4)
-    other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
-    other.execute("DELETE FROM meta")  # whoever made the file died before the secret was there
-    other.execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr("kvstow.offload.journal.MOST_BYTES", 4096)
+    prompts = [Prompt.of(np.random.default_rng(n).integers(0, 9, 8)) for n in range(100)]
+    for prompt in prompts:
+        Journal(tmp_path).note(prompt, IDENTITY, 4)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 3 * 4096
+    recorded = [bool(Journal(tmp_path).alike(prompt)) for prompt in prompts]
+    assert recorded[-4:] == [True] * 4  # in both files, under one secret
+    assert not all(recorded)
+
+
+def test_several_processes_make_one_journal(tmp_path: Path):
+    def note(number: int) -> None:
+        Journal(tmp_path).note(Prompt.of([*TOKENS[:20], number] * 4), IDENTITY, 4)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(note, range(40)))
+    assert len(noted(tmp_path, "at")) == 40
+    assert len(Journal(tmp_path).alike(Prompt.of(TOKENS))) == 40
+
+
+def test_a_line_that_was_torn_is_skipped(tmp_path: Path):
     journal = Journal(tmp_path)
-    journal.note(Prompt.of(TOKENS), IDENTITY, 4)  # somebody else writes for long
-    other.execute("ROLLBACK")
-    journal.note(Prompt.of(TOKENS), IDENTITY, 4)
-    assert other.execute("SELECT LENGTH(secret) FROM meta").fetchall() == [(16,)]
-    assert journal.alike(Prompt.of(TOKENS))[0].shared_tokens == 20
-    assert Journal(tmp_path).alike(Prompt.of(TOKENS))[0].shared_tokens == 20
-    other.close()
+    for _ in range(2):
+        journal.note(Prompt.of(TOKENS), IDENTITY, 4)
+        with (tmp_path / FILE).open("ab") as file:
+            file.write(b'{"at": 1, "ident\xff\n[]\n{}\n')
+    assert [each.shared_tokens for each in journal.alike(Prompt.of(TOKENS))] == [20, 20]
 
 
 def test_a_journal_that_cannot_be_written_harms_no_store(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     with opened(tmp_path) as store:
-        (tmp_path / FILE).write_bytes(b"no database" * 100)
+        (tmp_path / FILE).write_bytes(b"something else" * 100)
+        (tmp_path / FILE).chmod(0o600)
         saved(store, TOKENS)
         saved(store, TOKENS)
         assert store.stored_tokens(Prompt.of(TOKENS)) == 22
+        with pytest.raises(StoreError, match="is no journal of stored prompts"):
+            store.why(Prompt.of(changed(9)))
     assert caplog.text.count("stored prompts are not noted") == 1
 
 

@@ -406,7 +406,7 @@ class Store:
         if os.getpid() != self._opener:
             return
         movers = [mover for _, mover in self._movers.values()]
-        used = (self.journal, self.remote, self.disk, self.host, *movers)
+        used = (self.remote, self.disk, self.host, *movers)
         with ExitStack() as closing:  # the last first, and all of them whatever fails
             for each in used:
                 if each is not None:

@@ -9,11 +9,16 @@ file: rows of another layout, put under this one, are not found, or not believed
 
 import json
 import os
-import tempfile
 from pathlib import Path
 
 from kvstow.errors import ManifestError, StoreError
-from kvstow.offload.disk.files import make_directory, open_own, store_errors
+from kvstow.offload.disk.files import (
+    make_directory,
+    open_own,
+    store_errors,
+    write_new,
+    written,
+)
 from kvstow.offload.disk.format import file_bytes
 from kvstow.offload.disk.tree import walk
 from kvstow.offload.rows import row_layout
@@ -42,13 +47,13 @@ def open_directory(path: Path, layout: Layout | None, capacity: int | None) -> t
     with store_errors(path):
         make_directory(path)  # which looks at it, where it is there
         if stored is None:
-            _write_new(path / "layout.json", encode(rows))
+            write_new(path / "layout.json", encode(rows))
             stored = stored_layout(path)  # another process may have been faster
             _check_same(path, stored, rows)
     if capacity is not None and capacity != capacity_in(path):
         try:
             text = json.dumps({"format": FORMAT, "capacity": capacity})
-            os.replace(_written(path, text.encode()), path / "store.json")
+            os.replace(written(path, text.encode()), path / "store.json")
         except OSError as error:
             log.warning("store %s: its capacity is not written down: %s", path, error)
     return stored, most
@@ -120,28 +125,3 @@ def stored_layout(path: Path) -> Layout:
     if layout is None:
         raise StoreError(f"{path}: no store there (layout.json is missing)")
     return layout
-
-
-def _write_new(file: Path, data: bytes) -> None:
-    """Write a file unless there is one by now. Raises OSError."""
-    new = _written(file.parent, data)
-    try:
-        os.link(new, file)
-    except FileExistsError:
-        pass
-    finally:
-        os.unlink(new)
-
-
-def _written(directory: Path, data: bytes) -> str:
-    """A file of a name of its own, on the medium. Raises OSError."""
-    fd, name = tempfile.mkstemp(prefix="written-", dir=directory)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-    except BaseException:
-        os.unlink(name)
-        raise
-    return name

@@ -89,6 +89,5 @@ class EngineJournal:
         )
 
     def close(self) -> None:
-        """Write what waits, and let go of the file."""
+        """Write what waits."""
         self._thread.shutdown()
-        self._journal.close()
