@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import dns_name
 from kvstow.cli import app
-from kvstow.cli.status import ProcessStatus, Reading
+from kvstow.cli.status import ProcessStatus
 from kvstow.offload.store import Store
 from kvstow.plan.manifest import encode
 from kvstow.transfer.channel.curve import Keys
@@ -210,7 +210,7 @@ def test_a_process_that_has_counted_nothing_says_so():
 
 def test_rates_are_those_since_the_last_look():
     def look(at, value, before=None):
-        return ProcessStatus("a", at, {}, [Reading("kvstow_bytes_total", {}, value)], before=before)
+        return ProcessStatus("a", at, {}, {"kvstow_bytes_total": value}, before=before)
 
     first = look(10.0, 100.0)
     assert "per second" not in str(first)

@@ -1,8 +1,9 @@
 """`kvstow status`: running agents and engines, their peers, tiers and counters."""
 
+import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,10 +72,13 @@ def status(
     with usage(SpecError):
         keys = Keys.read(keys_file) if keys_file is not None else None
     agents = [agent for address in addresses for agent in _agents(address)]
-    client, report = StatusClient(keys), Status([])
+    client, report = StatusClient(keys), StatusReport([])
     try:
         while True:
-            report = Status.read(client, agents, before=report)
+            before = {each.address: each for each in report.processes}
+            report = StatusReport(
+                [ProcessStatus.read(client, each, before.get(each)) for each in agents]
+            )
             if watch is not None and sys.stdout.isatty() and not json:
                 typer.echo("\033[2J\033[H", nl=False)
             show(report, json=json)
@@ -110,25 +114,6 @@ def _agents(address: str) -> Sequence[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """One counter or gauge of a process."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
-
-    @property
-    def key(self) -> str:
-        """`kvstow_transfers_total{outcome="accepted"}`."""
-        labels = ",".join(f'{name}="{value}"' for name, value in self.labels.items())
-        return f"{self.name}{{{labels}}}" if labels else self.name
-
-    @property
-    def is_bytes(self) -> bool:
-        return self.name.removesuffix("_total").endswith("_bytes")
-
-
-@dataclass(frozen=True, slots=True)
 class ProcessStatus:
     """What one process said at a moment, or why it said nothing."""
 
@@ -136,7 +121,8 @@ class ProcessStatus:
     at: float
     document: Mapping[str, Any]
     """An agent's status document, without its metrics; empty for a Prometheus endpoint."""
-    samples: Sequence[Reading] = ()
+    metrics: Mapping[str, float]
+    """By name and labels: `kvstow_transfers_total{outcome="accepted"}`."""
     error: str = ""
     before: "ProcessStatus | None" = None
 
@@ -144,55 +130,54 @@ class ProcessStatus:
     def read(
         client: "StatusClient", address: str, before: "ProcessStatus | None"
     ) -> "ProcessStatus":
+        document: dict[str, Any] = {}
         try:
             if address.startswith("tcp://"):
                 document = client.ask(address, seconds=SECONDS)
-                text = document.pop("metrics")
+                metrics = _metrics(document.pop("metrics"))
             else:
-                document, text = dict[str, Any](), _exposition(address)
-            samples = _samples(text)
+                metrics = _metrics(_exposition(address))
         except (TransferError, OSError, ValueError) as error:
-            return ProcessStatus(address, time.time(), {}, error=_reason(error))
-        return ProcessStatus(address, time.time(), document, samples, before=before)
+            return ProcessStatus(address, time.time(), {}, {}, error=_reason(error))
+        return ProcessStatus(address, time.time(), document, metrics, before=before)
 
     def as_json(self) -> dict[str, Any]:
         if self.error:
             return {"address": self.address, "error": self.error}
-        metrics = {sample.key: sample.value for sample in self.samples}
-        return {"address": self.address, **self.document, "metrics": metrics}
+        return {"address": self.address, **self.document, "metrics": self.metrics}
 
     def __str__(self) -> str:
         if self.error:
             return f"{self.address}: {self.error}"
-        parts = [
-            *_agent(self.document),
-            *_tiers([sample for sample in self.samples if "tier" in sample.labels]),
-            *_counters([(sample, self._rate(sample)) for sample in self.samples]),
-        ]
         head = [] if self.document else [self.address]
+        parts = [*_agent(self.document), *_tiers(self.metrics), *self._counters()]
         return "\n\n".join([*head, *(parts or [NOTHING])])
 
-    def _rate(self, sample: Reading) -> float | None:
-        """Counts per second since the last look; None at the first."""
-        if self.before is None or not sample.name.endswith("_total"):
-            return None
-        values = {each.key: each.value for each in self.before.samples}
+    def _counters(self) -> Iterator[str]:
+        """Everything but tiers that is not zero; with rates, from the second look on."""
+        before, columns = self.before, ["counter", "value", "per second"]
+        rows = [
+            [_short_name(name), _figure(name, value), self._rate(name)]
+            for name, value in self.metrics.items()
+            if value and not name.startswith("kvstow_tier_")
+        ]
+        shown = 2 if before is None else 3
+        if rows:
+            yield table(columns[:shown], [row[:shown] for row in rows])
+
+    def _rate(self, name: str) -> str:
+        """Counts per second since the last look."""
+        if self.before is None or not name.partition("{")[0].endswith("_total"):
+            return ""
         seconds = max(self.at - self.before.at, 1e-3)
-        return (sample.value - values.get(sample.key, 0.0)) / seconds
+        return _figure(name, (self.metrics[name] - self.before.metrics.get(name, 0.0)) / seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
-    """The processes that were asked."""
+class StatusReport:
+    """What the processes behind all addresses said."""
 
     processes: Sequence[ProcessStatus]
-
-    @staticmethod
-    def read(
-        client: "StatusClient", addresses: Iterable[str], before: "Status | None" = None
-    ) -> "Status":
-        last = {each.address: each for each in before.processes} if before else {}
-        return Status([ProcessStatus.read(client, each, last.get(each)) for each in addresses])
 
     def as_json(self) -> list[dict[str, Any]]:
         return [each.as_json() for each in self.processes]
@@ -211,16 +196,17 @@ def _exposition(url: str) -> str:
         return answer.read(MAX_METRICS_BYTES).decode()
 
 
-def _samples(exposition: str) -> list[Reading]:
+def _metrics(exposition: str) -> dict[str, float]:
     """kvstow's own counters and gauges; of a histogram, its sum and its count."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    return [
-        Reading(sample.name, dict(sample.labels), sample.value)
-        for family in text_string_to_metric_families(exposition)
-        for sample in family.samples
-        if sample.name.startswith("kvstow_") and not sample.name.endswith(("_bucket", "_created"))
-    ]
+    metrics: dict[str, float] = {}
+    for family in text_string_to_metric_families(exposition):
+        for name, labels, value, *_ in family.samples:
+            if name.startswith("kvstow_") and not name.endswith(("_bucket", "_created")):
+                inside = ",".join(f'{label}="{text}"' for label, text in labels.items())
+                metrics[f"{name}{{{inside}}}" if inside else name] = value
+    return metrics
 
 
 def _reason(error: Exception) -> str:
@@ -232,11 +218,11 @@ def _reason(error: Exception) -> str:
 # ── text ──────────────────────────────────────────────────────────────────────────────
 
 
-def _agent(document: Mapping[str, Any]) -> list[str]:
-    """An agent in a sentence, and a table of those it talks to."""
+def _agent(document: Mapping[str, Any]) -> Iterator[str]:
+    """An agent in a sentence, a table of those it talks to, and why they had no ticket for it."""
     if not document:
-        return []
-    head = (
+        return
+    yield (
         f"{document['agent']} at {document['address']}: {document['model'] or 'a model'} in "
         f"{human(document['arena_bytes'])} of {document['memory']}, "
         f"{plural(document['leases'], 'lease')}, {plural(document['transfers'], 'transfer')}, "
@@ -250,20 +236,12 @@ def _agent(document: Mapping[str, Any]) -> list[str]:
         (guest["name"], "reading" if guest["reading"] else "guest", "–", "–", _moved(guest))
         for guest in document["guests"]
     ]
-    if not rows:
-        return [head]
-    peers = table(("peer", "state", "direction", "GB/s", "moved"), rows, num_left=3)
-    return [head, peers, *_missed(document["peers"])]
-
-
-def _missed(peers: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Why this agent's own requests for a prefix got no ticket, a line for each peer."""
-    return [
-        f"{peer['name']} had no ticket for {plural(sum(peer['misses'].values()), 'request')}: "
-        f"{_reasons(peer['misses'])}"
-        for peer in peers
-        if peer["misses"]
-    ]
+    if rows:
+        yield table(("peer", "state", "direction", "GB/s", "moved"), rows, num_left=3)
+    for peer in document["peers"]:
+        if peer["misses"]:
+            requests = plural(sum(peer["misses"].values()), "request")
+            yield f"{peer['name']} had no ticket for {requests}: {_reasons(peer['misses'])}"
 
 
 def _reasons(counts: Mapping[str, int]) -> str:
@@ -303,24 +281,26 @@ def _moved(peer: Mapping[str, Any]) -> str:
     return human(peer["moved_bytes"])
 
 
-def _tiers(samples: Sequence[Reading]) -> list[str]:
+def _tiers(metrics: Mapping[str, float]) -> Iterator[str]:
     """A line for each tier of the process."""
     from kvstow.offload.metrics import TIER_COUNTS, TIER_GAUGES, tier_metric
 
-    facts = {f"{tier_metric(fact)}_total": fact for fact in TIER_COUNTS}
-    facts |= {tier_metric(fact): fact for fact in TIER_GAUGES}
+    names = {f"{tier_metric(fact)}_total": fact for fact in TIER_COUNTS}
+    names |= {tier_metric(fact): fact for fact in TIER_GAUGES}
     tiers: dict[str, dict[str, int]] = {}
-    for sample in samples:
-        if sample.name in facts:
-            tier = tiers.setdefault(sample.labels["tier"], dict.fromkeys(facts.values(), 0))
-            tier[facts[sample.name]] += int(sample.value)
+    for key, value in metrics.items():
+        fact = names.get(key.partition("{")[0])
+        if fact is not None:
+            (name,) = re.findall(r'\btier="([^"]*)"', key)
+            tier = tiers.setdefault(name, dict.fromkeys(names.values(), 0))
+            tier[fact] += int(value)
     rows = [
         (
             name,
             f"{tier['rows']:,}",
             human(tier["nbytes"]),
             human(tier["capacity"]) if tier["capacity"] else "–",
-            _percent(tier["hits"], tier["hits"] + tier["misses"]),
+            f"{tier['hits'] / looks:.0%}" if (looks := tier["hits"] + tier["misses"]) else "–",
             human(tier["stored_bytes"]),
             human(tier["loaded_bytes"]),
             f"{tier['evicted_rows']:,}",
@@ -329,34 +309,16 @@ def _tiers(samples: Sequence[Reading]) -> list[str]:
         for name, tier in tiers.items()
     ]
     columns = ("tier", "rows", "bytes", "of", "hits", "stored", "loaded", "evicted", "failed")
-    return [table(columns, rows)] if rows else []
+    if rows:
+        yield table(columns, rows)
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{part / whole:.0%}" if whole else "–"
-
-
-def _counters(samples: Sequence[tuple[Reading, float | None]]) -> list[str]:
-    """Everything else that is not zero, with rates from the second look on."""
-    rows = [
-        (_short_name(sample), _figure(sample, sample.value), _figure(sample, rate))
-        for sample, rate in samples
-        if sample.value and not sample.name.startswith("kvstow_tier_")
-    ]
-    if not rows:
-        return []
-    if all(rate is None for _, rate in samples):
-        return [table(("counter", "value"), [row[:2] for row in rows])]
-    return [table(("counter", "value", "per second"), rows)]
-
-
-def _short_name(sample: Reading) -> str:
+def _short_name(metric: str) -> str:
     """`transfers accepted`, `transfer bytes read`: the name's words and the labels' values."""
-    words = sample.name.removeprefix("kvstow_").removesuffix("_total").split("_")
-    return " ".join([*words, *sample.labels.values()])
+    words = metric.partition("{")[0].removeprefix("kvstow_").removesuffix("_total").split("_")
+    return " ".join([*words, *re.findall(r'="([^"]*)"', metric)])
 
 
-def _figure(sample: Reading, value: float | None) -> str:
-    if value is None:
-        return ""
-    return human(round(value)) if sample.is_bytes else f"{value:,.6g}"
+def _figure(metric: str, value: float) -> str:
+    is_bytes = metric.partition("{")[0].removesuffix("_total").endswith("_bytes")
+    return human(round(value)) if is_bytes else f"{value:,.6g}"
