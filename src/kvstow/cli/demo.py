@@ -41,13 +41,7 @@ OrderDecode = Annotated[
     ),
 ]
 Memory = Annotated[
-    int,
-    typer.Option(
-        parser=options.size,
-        metavar="SIZE",
-        help="Memory for each side's rows.",
-        show_default="256MiB",
-    ),
+    int, options.size_option(help="Memory for each side's rows.", show_default="256MiB")
 ]
 Offload = Annotated[
     Path | None,

@@ -9,6 +9,7 @@ shorthand   `named`: a manifest, or `MODEL@tp=2,order=BHLNC`
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import signature
 from math import lcm
 from pathlib import Path
@@ -32,6 +33,9 @@ def size(text: str) -> int:
         return parse_size(text)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+size_option = partial(typer.Option, parser=size, metavar="SIZE")
 
 
 def order(text: str) -> Order:
@@ -117,13 +121,7 @@ PackingName = Annotated[
     ),
 ]
 Memory = Annotated[
-    int | None,
-    typer.Option(
-        parser=size,
-        metavar="SIZE",
-        help="Memory for the arena, such as 20GiB.",
-        show_default="16GiB",
-    ),
+    int | None, size_option(help="Memory for the arena, such as 20GiB.", show_default="16GiB")
 ]
 NumSlabs = Annotated[
     int | None, typer.Option(min=2, max=MAX_SLABS, help="Slabs of the arena, in place of --memory.")

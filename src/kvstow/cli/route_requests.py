@@ -41,10 +41,7 @@ RestSeconds = Annotated[
     float, typer.Option(min=0, max=MOST, help="How long a failed instance gets no requests.")
 ]
 MaxBody = Annotated[
-    int,
-    typer.Option(
-        parser=options.size, metavar="SIZE", help="Largest size of a request.", show_default="16MiB"
-    ),
+    int, options.size_option(help="Largest size of a request.", show_default="16MiB")
 ]
 
 

@@ -52,12 +52,7 @@ Gpus = Annotated[
 ]
 WeightsBytes = Annotated[
     int | None,
-    typer.Option(
-        parser=options.size,
-        metavar="SIZE",
-        help="Size of all weights together.",
-        show_default="an estimate",
-    ),
+    options.size_option(help="Size of all weights together.", show_default="an estimate"),
 ]
 WeightsDtype = Annotated[
     str | None,
@@ -82,9 +77,7 @@ MaxNumSeqs = Annotated[
 ]
 Reserve = Annotated[
     int | None,
-    typer.Option(
-        parser=options.size,
-        metavar="SIZE",
+    options.size_option(
         help="What the engine takes beside weights and cache, where you know it from its log.",
         show_default="a range",
     ),

@@ -58,26 +58,16 @@ NewStore = Annotated[Path, typer.Option(metavar="DIR", help="The new store.")]
 NewLayout = Annotated[Path, typer.Option(metavar="FILE", help="Manifest of the new layout.")]
 Capacity = Annotated[
     int | None,
-    typer.Option(
-        parser=options.size,
-        metavar="SIZE",
-        help="Capacity of the new store.",
-        show_default="that of all old stores together",
+    options.size_option(
+        help="Capacity of the new store.", show_default="that of all old stores together"
     ),
 ]
 PruneTo = Annotated[
     int | None,
-    typer.Option(
-        parser=options.size,
-        metavar="SIZE",
-        help="Largest size of the data files, or of all rows of a remote store.",
-    ),
+    options.size_option(help="Largest size of the data files, or of all rows of a remote store."),
 ]
 TenantTo = Annotated[
-    int | None,
-    typer.Option(
-        parser=options.size, metavar="SIZE", help="Largest size of each tenant's rows (remote)."
-    ),
+    int | None, options.size_option(help="Largest size of each tenant's rows (remote).")
 ]
 OlderThan = Annotated[
     float | None,
@@ -223,12 +213,7 @@ def verify(place: Place) -> Answer:
     head = f"{checked.rows:,} rows, {human(checked.nbytes)} read: {len(damaged):,} damaged"
     names = [": ".join(map(str, each.values())) for each in damaged[:MOST_NAMED]]
     return Answer(
-        {
-            "ok": not damaged,
-            "rows": checked.rows,
-            "bytes": checked.nbytes,
-            "damaged": damaged,
-        },
+        {"ok": not damaged, "rows": checked.rows, "bytes": checked.nbytes, "damaged": damaged},
         "\n".join([head, *names]),
         f"{len(damaged):,} damaged rows" if damaged else None,
     )
@@ -264,9 +249,15 @@ def convert(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         what = "a store" if (to / "layout.json").exists() else "something else"
         refuse(f"{to}: there is {what} already\n\nhint: name a new directory", code=MISUSED)
-    new_layout = options.layout_in(layout)
+    new_layout, is_there = options.layout_in(layout), to.exists()
     old = [check_store(directory) for directory in directories]
-    done = _converted(old, to, new_layout, capacity)
+    try:
+        done = _convert_into(to, old, new_layout, capacity)
+    except BaseException:
+        shutil.rmtree(to, ignore_errors=True)
+        if is_there:
+            to.mkdir()
+        raise
     if done.left_out:
         note(
             f"{done.left_out:,} rows of the old store are in no block of the new size: none "
@@ -280,10 +271,9 @@ def convert(
     )
 
 
-def _converted(
-    directories: list[Path], to: Path, layout: "Layout", capacity: int | None
+def _convert_into(
+    to: Path, directories: list[Path], layout: "Layout", capacity: int | None
 ) -> "Converted":
-    """Write the rows of stores into a new one, which is removed again if that fails."""
     from kvstow.offload.disk.convert import convert
     from kvstow.offload.disk.tier import DiskTier
 
@@ -292,21 +282,9 @@ def _converted(
         identity = old[0].layout.identity
         if layout.identity is None and identity is not None:
             layout = layout.identified(identity)  # a plan does not know the weights
-        cleaning = stack.enter_context(ExitStack())
-        cleaning.callback(_remove, to, itself=not to.exists())
         most = capacity or sum(tier.usage.capacity for tier in old)
         with closing(DiskTier(to, layout, capacity=most)) as new:
-            done = convert(old, new)
-        cleaning.pop_all()
-    return done
-
-
-def _remove(directory: Path, *, itself: bool) -> None:
-    """Remove what a conversion has written; the directory too, if that made it."""
-    for path in directory.iterdir() if directory.is_dir() else ():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if itself and directory.is_dir():
-        directory.rmdir()
+            return convert(old, new)
 
 
 # ── prune ─────────────────────────────────────────────────────────────────────────────
@@ -315,10 +293,7 @@ def _remove(directory: Path, *, itself: bool) -> None:
 @store.command()
 @reporting
 def prune(
-    place: Place,
-    to: PruneTo = None,
-    tenant_to: TenantTo = None,
-    older_than: OlderThan = None,
+    place: Place, to: PruneTo = None, tenant_to: TenantTo = None, older_than: OlderThan = None
 ) -> Answer:
     """Drop rows until the rest fits, those used longest ago first.
 
