@@ -18,7 +18,7 @@ from kvstow.plan.sizing.reports import plain
 from kvstow.text import human, table
 
 if TYPE_CHECKING:
-    from kvstow.route.price import Link, Price, RequestPrice
+    from kvstow.route.price import Link, RequestPrice
     from kvstow.route.route import Claims, Route
 
 WAYS = {
@@ -55,14 +55,6 @@ class RankRoute(NamedTuple):
     claims: "Claims | None"
 
 
-class OtherOrders(NamedTuple):
-    """The quickest pair of orders where one side's order may change, or both."""
-
-    change: str
-    orders: tuple[Order, Order]
-    price: "RequestPrice"
-
-
 @dataclass(frozen=True, kw_only=True)
 class RouteReport:
     """What moving a request costs: by group, by source rank, by way, and in other orders."""
@@ -78,84 +70,39 @@ class RouteReport:
         """The destination's."""
         return self.destination.layouts[0]
 
-    @property
-    def orders(self) -> tuple[Order, Order]:
-        return self.source.layouts[0].order, self.layout.order
-
-    @cached_property
-    def groups(self) -> "list[Price]":
-        """Of one block of each destination group, from all sources."""
-        from kvstow.route.price import price
-
-        pairs = [pair for each in self.routes for pair in each.route.pairs]
-        return [
-            price(pair for pair in pairs if pair.groups[1] == g)
-            for g in range(len(self.layout.groups))
-        ]
-
-    @cached_property
-    def prices(self) -> "list[RequestPrice]":
-        """Of the request, by source rank."""
-        return self._priced([each.route for each in self.routes])
-
-    def _priced(self, routes: "Sequence[Route]") -> "list[RequestPrice]":
-        from kvstow.route.price import RequestPrice
-
-        return [RequestPrice.of(route, self.tokens, self.link) for route in routes]
-
-    @cached_property
-    def total(self) -> "RequestPrice":
-        from kvstow.route.price import RequestPrice
-
-        return RequestPrice.total(self.prices)
-
-    @cached_property
-    def cheapest(self) -> list[OtherOrders]:
-        """The quickest orders by the way that an agent takes; those that there are, where none is
-        quicker."""
-        present = self.orders
-        pairs: dict[str, list[tuple[Order, Order]]] = {
-            "from": [(order, present[1]) for order in ORDERS],
-            "to": [(present[0], order) for order in ORDERS],
-            "both": [(order, order) for order in ORDERS],
-        }
-        prices = {pair: self._reordered(*pair) for pair in {present, *chain(*pairs.values())}}
-        best = {
-            change: min((present, *some), key=lambda pair: prices[pair].seconds)
-            for change, some in pairs.items()
-        }
-        return [OtherOrders(change, pair, prices[pair]) for change, pair in best.items()]
-
-    def _reordered(self, here: Order, there: Order) -> "RequestPrice":
-        """What it costs when the same parts come from the same ranks in other orders."""
-        from kvstow.route.price import RequestPrice
-        from kvstow.route.route import plan_route
-
-        layouts, (destination,) = self.source.reordered(here), self.destination.reordered(there)
-        routes = [
-            plan_route(layouts[each.place], destination, claims=each.claims) for each in self.routes
-        ]
-        return RequestPrice.total(self._priced(routes))
-
-    # ── JSON ──────────────────────────────────────────────────────────────────────
-
     def as_json(self) -> dict[str, Any]:
-        link, total = self.link, self.total
-        sizes = [group for group in self.groups if group.lanes]
+        return self._facts
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        from kvstow.route.price import RequestPrice
+
+        link, prices = self.link, self._priced([each.route for each in self.routes])
+        total, groups = RequestPrice.total(prices), self._groups()
+        orders = self.source.layouts[0].order, self.layout.order
+        sizes = [group for group in groups if group["lanes"]]
         return {
             "model": self.layout.model,
             "from": self.source.text,
             "to": self.destination.text,
-            "orders": list(self.orders),
-            "lanes": sum(group.lanes for group in self.groups),
+            "orders": list(orders),
+            "lanes": sum(group["lanes"] for group in groups),
             "moves_per_block": _number(total.copies_per_block),
             "bytes_per_block": _number(total.bytes_per_block),
-            "min_move_bytes": min((group.min_copy_bytes for group in sizes), default=0),
-            "max_move_bytes": max((group.max_copy_bytes for group in sizes), default=0),
-            "groups": [self._group(g) for g in range(len(self.groups))],
+            "min_move_bytes": min((group["min_move_bytes"] for group in sizes), default=0),
+            "max_move_bytes": max((group["max_move_bytes"] for group in sizes), default=0),
+            "groups": groups,
             "sources": [
-                self._source(each, price)
-                for each, price in zip(self.routes, self.prices, strict=True)
+                {
+                    "rank": self.source.ranks[each.place],
+                    "tp_rank": each.route.source.tp[0],
+                    "pp_rank": each.route.source.pp[0],
+                    "moves_per_block": _number(price.copies_per_block),
+                    "bytes_per_block": _number(price.bytes_per_block),
+                    "way": price.way,
+                    "seconds": price.seconds,
+                }
+                for each, price in zip(self.routes, prices, strict=True)
             ],
             "request": {"tokens": self.tokens, "moves": total.copies, "bytes": total.nbytes},
             "link": {
@@ -170,48 +117,73 @@ class RouteReport:
             "cheapest": [
                 {
                     "change": change,
-                    "orders": list(orders),
+                    "orders": list(pair),
                     "moves_per_block": _number(price.copies_per_block),
                     "request_moves": price.copies,
                     "way": price.way,
                     "seconds": price.seconds,
                     "saved_seconds": total.seconds - price.seconds,
                 }
-                for change, orders, price in self.cheapest
+                for change, pair, price in self._cheapest(orders)
             ],
         }
 
-    def _group(self, g: int) -> dict[str, Any]:
-        group, block = self.layout.groups[g].group, self.groups[g]
-        count = group.rows_needed(self.tokens)
-        return {
-            "name": group.name,
-            "block_tokens": group.block_tokens,
-            "source_block_tokens": self._source_tokens(g),
-            "lanes": block.lanes,
-            "moves_per_block": _number(block.copies),
-            "bytes_per_block": _number(block.nbytes),
-            "min_move_bytes": block.min_copy_bytes,
-            "max_move_bytes": block.max_copy_bytes,
-            "request_moves": ceil(block.copies * count),
-            "request_bytes": ceil(block.nbytes * count),
-        }
+    def _groups(self) -> list[dict[str, Any]]:
+        """One block of each destination group, from all sources."""
+        from kvstow.route.price import price
 
-    def _source_tokens(self, g: int) -> list[int]:
-        pairs = [pair for each in self.routes for pair in each.route.pairs if pair.groups[1] == g]
-        return sorted({pair.source.block_tokens for pair in pairs})
+        records: list[dict[str, Any]] = []
+        for g, placed in enumerate(self.layout.groups):
+            pairs = [pair for each in self.routes for pair in each.route.pairs]
+            pairs = [pair for pair in pairs if pair.groups[1] == g]
+            block, count = price(pairs), placed.group.rows_needed(self.tokens)
+            records.append(
+                {
+                    "name": placed.group.name,
+                    "block_tokens": placed.group.block_tokens,
+                    "source_block_tokens": sorted({pair.source.block_tokens for pair in pairs}),
+                    "lanes": block.lanes,
+                    "moves_per_block": _number(block.copies),
+                    "bytes_per_block": _number(block.nbytes),
+                    "min_move_bytes": block.min_copy_bytes,
+                    "max_move_bytes": block.max_copy_bytes,
+                    "request_moves": ceil(block.copies * count),
+                    "request_bytes": ceil(block.nbytes * count),
+                }
+            )
+        return records
 
-    def _source(self, source: RankRoute, price: "RequestPrice") -> dict[str, Any]:
-        layout = self.source.layouts[source.place]
-        return {
-            "rank": self.source.ranks[source.place],
-            "tp_rank": layout.tp[0],
-            "pp_rank": layout.pp[0],
-            "moves_per_block": _number(price.copies_per_block),
-            "bytes_per_block": _number(price.bytes_per_block),
-            "way": price.way,
-            "seconds": price.seconds,
+    def _priced(self, routes: "Sequence[Route]") -> "list[RequestPrice]":
+        """The request, by source rank."""
+        from kvstow.route.price import RequestPrice
+
+        return [RequestPrice.of(route, self.tokens, self.link) for route in routes]
+
+    def _cheapest(
+        self, present: tuple[Order, Order]
+    ) -> "Iterator[tuple[str, tuple[Order, Order], RequestPrice]]":
+        """The quickest orders by the way that an agent takes, where one side's may change, or both;
+        the present ones, where none is quicker."""
+        changes: dict[str, list[tuple[Order, Order]]] = {
+            "from": [(order, present[1]) for order in ORDERS],
+            "to": [(present[0], order) for order in ORDERS],
+            "both": [(order, order) for order in ORDERS],
         }
+        prices = {pair: self._reordered(*pair) for pair in {present, *chain(*changes.values())}}
+        for change, pairs in changes.items():
+            best = min((present, *pairs), key=lambda pair: prices[pair].seconds)
+            yield change, best, prices[best]
+
+    def _reordered(self, here: Order, there: Order) -> "RequestPrice":
+        """What it costs when the same parts come from the same ranks in other orders."""
+        from kvstow.route.price import RequestPrice
+        from kvstow.route.route import plan_route
+
+        layouts, (destination,) = self.source.reordered(here), self.destination.reordered(there)
+        routes = [
+            plan_route(layouts[each.place], destination, claims=each.claims) for each in self.routes
+        ]
+        return RequestPrice.total(self._priced(routes))
 
     # ── text ──────────────────────────────────────────────────────────────────────
 
@@ -219,71 +191,57 @@ class RouteReport:
         return "\n\n".join(self._parts())
 
     def _parts(self) -> Iterator[str]:
-        here, there = self.orders
-        yield (
-            f"{self.layout.model}\n{self.source.text} ({here}) → {self.destination.text} ({there})"
-        )
+        facts, link, request = self._facts, self.link, self._facts["request"]
+        here, there = facts["orders"]
+        yield f"{facts['model']}\n{facts['from']} ({here}) → {facts['to']} ({there})"
+        numbers = "moves_per_block", "bytes_per_block", "min_move_bytes", "max_move_bytes"
         groups = [
             (
-                rows.group.name,
-                f"{'/'.join(map(str, self._source_tokens(g)))} → {rows.group.block_tokens}",
-                f"{_number(block.copies):,}",
-                f"{_number(block.nbytes):,}",
-                f"{block.min_copy_bytes:,}",
-                f"{block.max_copy_bytes:,}",
+                group["name"],
+                f"{'/'.join(map(str, group['source_block_tokens']))} → {group['block_tokens']}",
+                *(f"{group[name]:,}" for name in numbers),
             )
-            for g, (rows, block) in enumerate(zip(self.layout.groups, self.groups, strict=True))
+            for group in facts["groups"]
         ]
         yield table(("group", "tokens", "moves", "bytes", "smallest", "largest"), groups)
         yield (
             "per destination block that has no neighbour of its request beside it;\n"
             "moves of neighbouring blocks are joined where both sides allow it"
         )
-        sources = [
-            (
-                str(self.source.ranks[each.place]),
-                *(str(rank[0]) for rank in (each.route.source.tp, each.route.source.pp)),
-                f"{_number(price.copies_per_block):,}",
-                f"{_number(price.bytes_per_block):,}",
-            )
-            for each, price in zip(self.routes, self.prices, strict=True)
-        ]
+        columns = "rank", "tp_rank", "pp_rank", "moves_per_block", "bytes_per_block"
+        sources = [[f"{source[name]:,}" for name in columns] for source in facts["sources"]]
         yield table(("from rank", "tp", "pp", "moves", "bytes"), sources)
-        link, total = self.link, self.total
         yield wrapped(
-            f"{self.tokens:,} tokens: {total.copies:,} moves, {human(total.nbytes)}, "
-            f"about {_duration(total.seconds)} on {link.name} "
+            f"{self.tokens:,} tokens: {request['moves']:,} moves, {human(request['bytes'])}, "
+            f"about {_duration(facts['seconds'])} on {link.name} "
             f"({link.bytes_per_second / 1e9:g} GB/s, {link.seconds_per_copy * 1e6:g} µs per move)"
         )
         ways = [
-            (f"{way} ←" if way in total.way else way, WAYS[way], _duration(seconds))
-            for way, seconds in total.ways.items()
+            (f"{way} ←" if way in facts["way"] else way, WAYS[way], _duration(seconds))
+            for way, seconds in facts["ways"].items()
         ]
         yield table(("way", "moves are", "time"), ways, num_left=2) + "\n\n← what an agent takes"
         yield self._orders_text()
 
     def _orders_text(self) -> str:
-        total, others = self.total, self.cheapest
-        lines = [("as given", self.orders, total)]
-        lines += [(CHANGES[each.change], each.orders, each.price) for each in others]
-        least = min(price.seconds for *_, price in lines)
+        lines = [("as given", self._facts)]
+        lines += [(CHANGES[each["change"]], each) for each in self._facts["cheapest"]]
+        least, present = min(each["seconds"] for _, each in lines), self._facts["seconds"]
         rows = [
             (
                 name,
-                " → ".join(orders),
-                f"{_number(price.copies_per_block):,}",
-                price.way,
-                f"{_duration(price.seconds)} {' ←'[price.seconds == least]}",
+                " → ".join(each["orders"]),
+                f"{each['moves_per_block']:,}",
+                each["way"],
+                f"{_duration(each['seconds'])} {' ←'[each['seconds'] == least]}",
             )
-            for name, orders, price in lines
+            for name, each in lines
         ]
         shown = table(("with", "orders", "moves per block", "way", "time"), rows, num_left=2)
-        saved = total.seconds - least
-        if not saved:
+        if least == present:
             return f"{shown}\n\n← no order is quicker than as given"
-        return (
-            f"{shown}\n\n← {_duration(saved)} less than as given: {saved / total.seconds:.0%} saved"
-        )
+        saved = present - least
+        return f"{shown}\n\n← {_duration(saved)} less than as given: {saved / present:.0%} saved"
 
     def page(self) -> str:
         """The page: every copy as a band."""
@@ -294,7 +252,7 @@ class RouteReport:
 
         routes = {f"rank {self.source.ranks[each.place]}": each.route for each in self.routes}
         groups = group_records(routes, self.layout)
-        data = {"kvstow": __version__, "cost": self.as_json(), "groups": groups}
+        data = {"kvstow": __version__, "cost": self._facts, "groups": groups}
         title, still = f"{self.layout.model}: route", layout_svg(self.layout)
         return page(title, data, ("route.js",), still=still)
 
@@ -324,17 +282,10 @@ def route(
 ) -> RouteReport:
     """What moving blocks between two layouts costs."""
     line = _link(link)
-    here, there = (
-        options.named(source, one_rank=False),
-        options.named(destination, one_rank=True),
-    )
-    report = RouteReport(
-        source=here,
-        destination=there,
-        routes=_rank_routes(here.layouts, there.layouts[0]),
-        link=line,
-        tokens=tokens,
-    )
+    here = options.named(source, one_rank=False)
+    there = options.named(destination, one_rank=True)
+    routes = _rank_routes(here.layouts, there.layouts[0])
+    report = RouteReport(source=here, destination=there, routes=routes, link=line, tokens=tokens)
     if html is not None:
         write_file(html, report.page(), "page")
     return report
