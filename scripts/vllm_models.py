@@ -18,21 +18,13 @@ START, END = "<!-- models: scripts/vllm_models.py -->", "<!-- end of models -->"
 
 def table(found: dict[str, Any]) -> str:
     """The rows, one model each."""
-    lines = [
-        "| model | keeps | groups, order | handed over | came back from host memory |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| model | keeps | groups | handed over | came back |", "|---|---|---|---|---|"]
     for name, model in found.items():
         moved, back = model.get("handed over"), model.get("came back")
         groups = ", ".join(dict.fromkeys(model["groups"]))
-        pulled = (
-            f"{moved['prompts']} prompts, {moved['tokens']} tokens: "
-            f"{moved['descriptors']} descriptors, {moved['bytes']:,} bytes"
-            if moved
-            else "no"
-        )
+        pulled = f"{moved['tokens']} tokens, {moved['descriptors']} copies" if moved else "no"
         restored = f"{back['tokens']} of {back['of']} tokens" if back else "no"
-        kept = f"{len(model['groups'])}: {groups}; {model['order']}"
+        kept = f"{len(model['groups'])}: {groups}"
         lines.append(f"| {name} | {model['what']} | {kept} | {pulled} | {restored} |")
     return "\n".join(lines)
 

@@ -192,7 +192,7 @@ def test_keys_and_values_of_other_widths_come_back(tmp_path: Path):
 
 
 def test_the_launch_line_of_the_guide_is_one_that_sglang_takes(tmp_path: Path):
-    guide = Path(__file__).parents[3] / "docs/guides/cluster.md"
+    guide = Path(__file__).parents[3] / "docs/guides/sglang.md"
     line = guide.read_text().split("```bash\npython -m sglang.launch_server")[1].split("```")[0]
     stated = sgl.parsed_arguments(shlex.split(line.replace("\\\n", " ")))
     options = json.loads(stated.hicache_storage_backend_extra_config)
