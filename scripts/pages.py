@@ -1,8 +1,8 @@
 """Pages of the documentation that are made from the code, and the order of all of them.
 
 MkDocs calls the functions named `on_…`. Made, never committed: the commands from the command
-line's own definition, the Python API and the errors from docstrings, the model families from
-transformers' configurations.
+line's own definition, the Python API and the errors from docstrings, models from the catalogue,
+families from transformers' configurations, surviving mutants from the runs that are noted.
 """
 
 import inspect
@@ -29,20 +29,23 @@ PACKAGES = {
     "testing": "For tests",
 }
 KINDS = {int: "N", float: "X", Path: "FILE"}
+GUIDES = {
+    "Start": ("vllm", "transformers", "restart", "offload", "sglang"),
+    "Plan": ("plan", "route", "simulate"),
+    "Operate": ("deploy", "routing"),
+    "Build": ("transfer", "adopt", "conformance"),
+}
 FIRST = {
-    "guides": (
-        "plan.md",
-        "restart.md",
-        "transformers.md",
-        "vllm.md",
-        "transfer.md",
-        "offload.md",
-        "cluster.md",
-        "route.md",
-    ),
-    "concepts": ("layouts.md", "slabs.md", "blocks.md", "routes.md", "memory.md"),
+    "concepts": ("layouts.md", "slabs.md", "blocks.md", "routes.md", "transfer.md", "offload.md"),
     "reference": ("api.md", "cli.md", "commands.md", "spec.md"),
 }
+SCRIPTS = {
+    "api": "scripts/api.py",
+    "families": "scripts/families.py",
+    "models": "scripts/models.py",
+    "mutants": "tests/mutants.py",
+}
+"""Reference pages that a program makes."""
 
 
 # ── MkDocs ────────────────────────────────────────────────────────────────────────────
@@ -50,12 +53,17 @@ FIRST = {
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {
-        "reference/api.md": run_path(str(ROOT / "scripts" / "api.py"))["page"](),
-        "reference/families.md": run_path(str(ROOT / "scripts" / "families.py"))["page"](),
+        **{
+            f"reference/{name}.md": run_path(str(ROOT / file))["page"]()
+            for name, file in SCRIPTS.items()
+        },
         "reference/commands.md": commands_page(),
         "reference/errors.md": errors_page(),
         **{f"reference/python/{name}.md": api_page(name) for name in PACKAGES if _exists(name)},
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text("utf-8"),
+        **{
+            f"{name.lower()}.md": (ROOT / f"{name}.md").read_text("utf-8").replace("](docs/", "](")
+            for name in ("CHANGELOG", "SECURITY")
+        },
     }
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
@@ -76,10 +84,13 @@ def navigation(pages: list[str]) -> list[dict[str, Any]]:
         first = [f"{folder}/{name}" for name in FIRST.get(folder, ())]
         return sorted(inside, key=lambda page: (first.index(page) if page in first else 99, page))
 
+    def guides(title: str) -> list[str]:
+        inside = [f"guides/{name}.md" for name in GUIDES[title]]
+        return [*inside, "security.md"] if title == "Operate" else inside
+
     return [
         {"Home": "index.md"},
-        {"Why": "why.md"},
-        {"Guides": of("guides")},
+        *({title: guides(title)} for title in GUIDES),
         {"Concepts": of("concepts")},
         {"Reference": [*of("reference"), {"Python": of("reference/python")}]},
         {"Results": "results.md"},

@@ -4,9 +4,9 @@ Changes one thing in a module (a comparison, an operator, a condition, a constan
 statement that goes), in a copy of the source, and runs the tests that cover the module. A mutant
 that they let pass survives, and is printed: a test is missing, or the two programs are the same.
 
-With `--write` the run is noted in `mutants.json`, and docs/reference/mutants.md is made from all
-runs that are noted there, each target's last one, and from what `mutants.toml` says of survivors
-that no test can notice.
+With `--write` the run is noted in `mutants.json`. `scripts/docs` makes a page of all runs that are
+noted there, each target's last one, and of what `mutants.toml` says of survivors that no test can
+notice.
 """
 
 import argparse
@@ -35,7 +35,6 @@ REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
 RUNS = REPOSITORY / "tests" / "mutants.json"
 REASONS = REPOSITORY / "tests" / "mutants.toml"
-PAGE = REPOSITORY / "docs" / "reference" / "mutants.md"
 
 
 @dataclass(frozen=True)
@@ -326,7 +325,7 @@ HEAD = """\
 condition, a constant, a result, a statement that goes), in a copy of the source, and runs the tests
 around the module. A change that they let pass is printed: a test is missing, or the two programs do
 the same. `scripts/mutants --count 20 --seed 7 fence ticket` draws twenty per module; with `--write`
-it notes the run and makes this page, which nobody writes by hand.
+it notes the run for this page.
 """
 
 TAIL = """\
@@ -338,7 +337,7 @@ def main() -> int:
     words = argparse.ArgumentParser(prog="scripts/mutants", description=__doc__.split("\n")[0])
     words.add_argument("--count", type=int, default=20, help="mutants per module")
     words.add_argument("--seed", type=int, default=secrets.randbits(32))
-    words.add_argument("--write", action="store_true", help="note the run, and make the page")
+    words.add_argument("--write", action="store_true", help="note the run")
     words.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
     options = words.parse_args()
     unknown = set(options.targets) - set(TARGETS)
@@ -357,7 +356,6 @@ def main() -> int:
             lived += len(result.survivors)
             if options.write:
                 note(name, result)
-                PAGE.write_text(page(), "utf-8")
     return 1 if lived else 0
 
 
