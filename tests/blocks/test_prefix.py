@@ -31,7 +31,9 @@ def test_an_index_finds_the_rows_that_a_search_through_all_would(
     for number, (adds, some) in enumerate(steps):
         if adds:
             rows, hashes = [row for row, _ in some], [key for _, key in some]
-            added = index.add(np.array(rows, np.int64), np.array(hashes, np.uint64), sources[number])
+            added = index.add(
+                np.array(rows, np.int64), np.array(hashes, np.uint64), sources[number]
+            )
             for row, key, was_added in zip(rows, hashes, added.tolist(), strict=True):
                 is_new = all(row != r and key != k for r, k, _ in pairs)
                 assert was_added == is_new

@@ -157,11 +157,11 @@ def _parts_of(
 ) -> Iterator[Part]:
     """One part for all layers that have the same keys."""
     whole = cell_keys(pages.spec, None, what.heads) if what.claims is None else None
+    claims: Claims = what.claims or {}
     layers: dict[CellKeys, list[int]] = {}
     for i, name in enumerate(pages.layers):
         if what.layers is None or name in what.layers:
-            claimed = {} if what.claims is None else what.claims.get(name, {})
-            keys = whole or cell_keys(pages.spec, claimed, what.heads)
+            keys = whole or cell_keys(pages.spec, claims.get(name, {}), what.heads)
             layers.setdefault(keys, []).append(i)
     if not layers:
         return
