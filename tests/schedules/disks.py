@@ -286,9 +286,6 @@ class Storage:
         expected = truth(request, self.shape, group)[end - self.shape.block_tokens : end]
         return row[cells_in_row(tier.layout, group)].tobytes() == expected.tobytes()
 
-    def host_keys(self, group: int) -> list[bytes]:
-        return list(self.host._ids[group])
-
 
 def cells_in_row(layout: Layout, group: int) -> Ints:
     """Where the cells of a block are in its row, as a tier of this layout keeps it."""

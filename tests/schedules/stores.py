@@ -210,12 +210,12 @@ class Stores:
         before, machine.faults = machine.faults, NO_DISK_FAULTS
         for node in self._nodes():
             assert node.storage is not None
-            self._check_tier(node.storage, node.storage.disk, node.storage.disk.keys)
+            self._check_tier(node.storage, node.storage.disk)
         machine.faults = before
 
-    def _check_tier(self, storage: Storage, tier: Any, keys_of: Any) -> None:
+    def _check_tier(self, storage: Storage, tier: Any) -> None:
         for g in range(len(tier.layout.groups)):
-            keys = keys_of(g)
+            keys = tier.keys(g)
             wrong, there = storage.wrong_rows(tier, g, keys)
             if wrong:
                 self.schedule.broken(wrong[0])
@@ -239,11 +239,12 @@ class Stores:
             return {}
         storage.mover.reap()
         storage.host.check()
-        self._check_tier(storage, storage.host, storage.host_keys)
-        self._check_tier(storage, storage.disk, storage.disk.keys)
+        self._check_tier(storage, storage.host)
+        self._check_tier(storage, storage.disk)
         if storage.dropped and self.world.machine.is_honest:
             self.schedule.broken(f"rows were dropped, nothing has gone wrong: {storage.dropped}")
-        pins = sum(int(pins.sum()) for pins in storage.host._slots.pins)
+        groups = range(len(storage.host.layout.groups))
+        held = sum(storage.host._pool.num_held(g) for g in groups)
         storage.mover.close()
         nameless = len(storage.nameless)
         storage.disk.close()
@@ -253,6 +254,6 @@ class Stores:
         return {
             "saves": len(storage.saves),
             "files without names": nameless,
-            "pins": pins,
+            "rows held in the host tier": held,
             "open files": open_files,
         }
