@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
-from kvstow.blocks.prefix import MISS, PrefixCache, PrefixHit, Source
+from kvstow.blocks.prefix import MISS, PrefixCache, PrefixHit, PromptSource
 from kvstow.blocks.prompt import Hashes, Prompt
 from kvstow.blocks.requests import Requests
 from kvstow.blocks.rows import NONE
@@ -57,7 +57,7 @@ class Checkpoint(NamedTuple):
     group: int
     row: int
     hashes: Hashes
-    source: Source
+    source: PromptSource
 
 
 class Ledger:
@@ -310,7 +310,7 @@ class Ledger:
             if first < end:
                 self._store(slot, g, first, end, source)
 
-    def _store(self, slot: int, g: int, first: int, end: int, source: Source) -> None:
+    def _store(self, slot: int, g: int, first: int, end: int, source: PromptSource) -> None:
         """Make blocks `[first, end)` of a request in one group known; it holds all of them."""
         assert self.prefixes is not None
         table = self._growing[g]

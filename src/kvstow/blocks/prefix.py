@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Source:
+class PromptSource:
     """What some rows were computed from: their request's prompt, with all its tokens by now."""
 
     prompt: Prompt
@@ -54,7 +54,7 @@ class PrefixIndex:
         """All rows that have a hash."""
         return self._hash.nonzero()[0]
 
-    def add(self, rows: Ints, hashes: Hashes, source: Source) -> Bools:
+    def add(self, rows: Ints, hashes: Hashes, source: PromptSource) -> Bools:
         """Make rows known by hashes; which of them are, by now: neither the row nor the hash
         was in the index."""
         new = ~self.has(rows)
@@ -138,9 +138,9 @@ class PrefixCache:
         seen = seen_blocks(self._groups[g].retention, num_tokens, self._step[g])
         return Blocks(rows[seen.start : seen.stop], np.arange(seen.start, seen.stop))
 
-    def _mismatched(self, prompt: Prompt, blocks: Mapping[int, Blocks]) -> set[Source]:
+    def _mismatched(self, prompt: Prompt, blocks: Mapping[int, Blocks]) -> set[PromptSource]:
         """Sources of the rows that were computed from other tokens than the prompt's."""
-        ends: dict[Source, int] = {}
+        ends: dict[PromptSource, int] = {}
         for g, part in blocks.items():
             sources = self._index[g].source[part.ids].tolist()
             for source, k in dict(zip(sources, part.index.tolist(), strict=True)).items():
@@ -157,7 +157,7 @@ class PrefixCache:
 
     # ── changes ───────────────────────────────────────────────────────────────────
 
-    def store(self, g: int, rows: Ints, hashes: Hashes, source: Source) -> Ints:
+    def store(self, g: int, rows: Ints, hashes: Hashes, source: PromptSource) -> Ints:
         """Make rows known by hashes; those that are known by this call."""
         added = self._index[g].add(rows, hashes, source)
         if added.any():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.prefix import Source
+from kvstow.blocks.prefix import PromptSource
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError
 from kvstow.plan.view import Ints
@@ -31,7 +31,7 @@ class Requests:
         self.num_known = np.zeros(0, np.int64)
         self.num_stored = np.zeros(0, np.int64)
         self.forked = np.zeros(0, np.bool_)
-        self.sources: list[Source | None] = []
+        self.sources: list[PromptSource | None] = []
         self._handle = np.zeros(0, np.int64)
         self._free: list[int] = []
 
@@ -66,7 +66,7 @@ class Requests:
         self.num_known[slot] = 0 if prompt is None else len(prompt)
         self.num_stored[slot] = num_stored
         self.forked[slot] = False
-        self.sources[slot] = None if prompt is None else Source(prompt)
+        self.sources[slot] = None if prompt is None else PromptSource(prompt)
         return slot
 
     def close(self, slot: int) -> None:
