@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from block_layouts import computed, layer, ledger_of, state, tokens
-from kvstow.blocks.prefix import PrefixIndex, Source
+from kvstow.blocks.prefix import PrefixIndex, PromptSource
 from kvstow.blocks.prompt import Prompt
 from kvstow.plan.retention import Window
 
@@ -27,7 +27,7 @@ def test_an_index_finds_the_rows_that_a_search_through_all_would(
 ) -> None:
     """A row has one hash, a hash has one row, and whoever comes first stays."""
     index, pairs = PrefixIndex(NUM_ROWS), []
-    sources = [Source(Prompt.of([number])) for number in range(len(steps))]
+    sources = [PromptSource(Prompt.of([number])) for number in range(len(steps))]
     for number, (adds, some) in enumerate(steps):
         if adds:
             rows, hashes = [row for row, _ in some], [key for _, key in some]
@@ -206,7 +206,7 @@ def test_blocks_of_tokens_that_come_one_by_one_are_confirmed_by_one_source() -> 
 def test_source_tokens_are_gone_when_their_rows_are() -> None:
     def count_sources() -> int:
         gc.collect()
-        return sum(isinstance(each, Source) for each in gc.get_objects())
+        return sum(isinstance(each, PromptSource) for each in gc.get_objects())
 
     ledger = ledger_of(layer("a", tokens=2), num_slabs=8)
     before = count_sources()
