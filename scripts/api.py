@@ -1,7 +1,8 @@
-"""The page of everything that `import kvstow` gives, which `scripts/docs` builds into the site.
+"""The page of the Python API, which `scripts/docs` builds into the site.
 
-Parameters, return types, fields and methods come from the code; after what is imported from
-`kvstow` comes every value that is returned by it, with the module it lies in.
+Parameters, return types, fields and methods come from the code. First comes what `kvstow` itself
+exports, then some names of inner modules, then every type that any of it returns, each with the
+line that imports it.
 """
 
 import enum
@@ -31,10 +32,24 @@ CHAPTERS = {
     ),
     "Kept elsewhere": ("Store", "HostTier", "DiskTier", "Mover", "block_keys"),
 }  # fmt: skip
+INNER = {
+    "kvstow.plan.pack": ("Site", "Alignment", "Demand"),
+    "kvstow.plan.manifest": ("encode", "decode"),
+    "kvstow.route.sources": ("sources",),
+    "kvstow.simulate": ("synthetic", "read_trace", "Pace", "Replay", "ReplayReport"),
+    "kvstow.render.text": ("slab_picture",),
+    "kvstow.render.svg": ("layout_svg",),
+    "kvstow.events.publisher": ("EventPublisher",),
+    "kvstow.offload.events": ("EngineEvents",),
+    "kvstow.testing": (
+        "check_attention", "check_latent_attention", "check_in_place", "check_cache_write",
+    ),
+}  # fmt: skip
+"""Names of inner modules that programs need too."""
+
 ENGINES = {
     "kvstow.transformers": "`Cache`: [a transformers cache](../guides/transformers.md)",
     "kvstow.vllm": "`KvstowConnector`: [inside vLLM](../guides/vllm.md)",
-    "kvstow.testing": "`check_attention`: [checking an attention kernel](../guides/conformance.md)",
 }
 
 ARRAY_LIKE = (
@@ -48,31 +63,39 @@ SHORT = {
     "Union[Literal['memmove', 'batch', 'kernel', 'plain'], Literal['auto']]": "str",
 }
 PLAIN = (bool, bytes, float, int, str, tuple)
-INTRODUCTION = """All of it is in `kvstow` itself: `from kvstow import Plan`. Nothing is imported
-before it is used. What calls return is listed [at the end](#what-calls-return), with the module to
-import its type from."""
-ROOMS = ("plan", "route", "blocks", "memory", "transfer", "offload", "observe", "events")
-"""Where types of what is returned lie."""
+INTRODUCTION = """Most programs need only what `kvstow` itself exports: `from kvstow import Plan`. A
+name is imported when it is first used. Some names of [inner modules](#inner-modules) follow, then
+[what calls return](#what-calls-return) and the [errors](#errors)."""
+ROOMS = (
+    "plan", "route", "blocks", "simulate", "memory", "transfer", "offload", "observe", "events",
+    "testing",
+)  # fmt: skip
+"""Where the types that calls return are defined."""
 
 
 def page() -> str:
     """The whole page."""
     text = ["# Python API", "", INTRODUCTION, ""]
-    listed = {name for names in CHAPTERS.values() for name in names}
+    exported = {name for names in CHAPTERS.values() for name in names}
     for chapter, names in CHAPTERS.items():
         text += [f"## {chapter}", ""]
         for name in names:
             text += entry(name)
-    text += ["## Engines and tests", ""]
+    text += ["## Engines", ""]
     text += [f"- `{name}`: {what}" for name, what in ENGINES.items()]
-    rest = [
-        name for name in kvstow.__all__ if name not in listed and f"kvstow.{name}" not in ENGINES
-    ]
+    text += ["", "## Inner modules", ""]
+    for module, names in INNER.items():
+        for name in names:
+            value = getattr(import_module(module), name)
+            text += entry(name, value, f"from {module} import {name}")
     text += ["", "## What calls return", ""]
     for value in returned():
         text += entry(value.__name__, value, f"from {value.__module__} import {value.__name__}")
+    errors = [
+        name for name in kvstow.__all__ if name not in exported and f"kvstow.{name}" not in ENGINES
+    ]
     text += ["## Errors", "", "All are a `kvstow.KvstowError`.", ""]
-    text += [f"- `kvstow.{name}`: {summary(getattr(kvstow, name))}" for name in rest]
+    text += [f"- `kvstow.{name}`: {summary(getattr(kvstow, name))}" for name in errors]
     return "\n".join(text) + "\n"
 
 
@@ -81,7 +104,7 @@ def entry(name: str, value: Any = None, source: str = "") -> list[str]:
     value = getattr(kvstow, name) if value is None else value
     heading = name if source else f"kvstow.{name}"
     text = [f"### {heading}", "", "```python", source or f"from kvstow import {name}", "```", ""]
-    if not source or is_dataclass(value) or issubclass(value, tuple):
+    if not source or inspect.isfunction(value) or is_dataclass(value) or issubclass(value, tuple):
         text += ["```text", called(name, value), "```", ""]
     text += [prose(value), ""]
     if inspect.isclass(value):
@@ -95,9 +118,12 @@ def entry(name: str, value: Any = None, source: str = "") -> list[str]:
 def returned() -> list[type]:
     """The classes that functions, methods and properties of the page return, and those that these
     have as fields or return."""
-    listed: list[Any] = [getattr(kvstow, name) for names in CHAPTERS.values() for name in names]
-    here = {name for names in CHAPTERS.values() for name in names}
-    first = names_in(each for value in listed for each in results(value))
+    exports: list[Any] = [getattr(kvstow, name) for names in CHAPTERS.values() for name in names]
+    inner: list[Any] = [
+        getattr(import_module(module), name) for module, names in INNER.items() for name in names
+    ]
+    here = {value.__name__ for value in (*exports, *inner)}
+    first = names_in(each for value in (*exports, *inner) for each in results(value))
     kinds = [classes()[name] for name in first - here if name in classes()]
     second = names_in(each for kind in kinds for each in (*results(kind), *hints(kind).values()))
     kinds += [classes()[name] for name in second - first - here if name in classes()]
@@ -138,8 +164,8 @@ def result(function: Any) -> str:
 
 @cache
 def classes() -> dict[str, type]:
-    """Every public class of the rooms, by name: no name is there twice."""
-    found: dict[str, type] = {}
+    """Every public class of the rooms, by name; no two have the same."""
+    by_name: dict[str, type] = {}
     for room in ROOMS:
         package = import_module(f"kvstow.{room}")
         names = [package.__name__]
@@ -152,12 +178,12 @@ def classes() -> dict[str, type]:
                 module = import_module(name)
             except (ImportError, kvstow.BackendMissing):  # an optional library that is not here
                 continue
-            found |= {
+            by_name |= {
                 kind.__name__: kind
                 for kind in vars(module).values()
                 if inspect.isclass(kind) and kind.__module__ == name and kind.__name__[0] != "_"
             }
-    return found
+    return by_name
 
 
 # ── text ──────────────────────────────────────────────────────────────────────────────

@@ -1,8 +1,8 @@
 """Pages of the documentation that are made from the code, and the order of all of them.
 
-MkDocs calls the functions named `on_…`. Made, never committed: the commands from the command
-line's own definition, the Python API and the errors from docstrings, models from the catalogue,
-families from transformers' configurations, surviving mutants from the runs that are noted.
+MkDocs calls the functions named `on_…`. Built, never committed: the commands from the command
+line's own definition, the Python API from docstrings, models from the catalogue, families from
+transformers' configurations, surviving mutants from the recorded runs.
 """
 
 import inspect
@@ -16,36 +16,33 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {
-    "plan": "Planning",
-    "route": "Routes",
-    "blocks": "Blocks",
-    "simulate": "Simulation",
-    "memory": "Memory",
-    "transfer": "Transfer",
-    "offload": "Offload",
-    "adapters": "Engine adapters",
-    "render": "Pictures and pages",
-    "testing": "For tests",
-}
 KINDS = {int: "N", float: "X", Path: "FILE"}
-GUIDES = {
-    "Start": ("vllm", "transformers", "restart", "offload", "sglang"),
-    "Plan": ("plan", "route", "simulate"),
-    "Operate": ("deploy", "routing"),
-    "Build": ("transfer", "adopt", "conformance"),
-}
 FIRST = {
-    "concepts": ("layouts.md", "slabs.md", "blocks.md", "routes.md", "transfer.md", "offload.md"),
-    "reference": ("api.md", "cli.md", "commands.md", "spec.md"),
-}
+    "Start": ("index", "guides/vllm", "guides/transformers", "guides/restart", "guides/sglang"),
+    "Plan": ("guides/plan", "guides/route", "guides/simulate"),
+    "Operate": (
+        "guides/deploy", "reference/metrics", "guides/offload", "guides/routing", "security",
+    ),
+    "Build": ("guides/transfer", "guides/adopt", "guides/conformance"),
+    "Concepts": (
+        "concepts/layouts", "concepts/slabs", "concepts/blocks", "concepts/routes",
+        "concepts/transfer", "concepts/offload",
+    ),
+    "Reference": (
+        "reference/api", "reference/cli", "reference/commands", "reference/spec", "results",
+        "changelog",
+    ),
+    "Decisions": ("decisions/README",),
+}  # fmt: skip
+"""The chapters, and the pages that come first in each; the rest of its folder follows."""
+
 SCRIPTS = {
     "api": "scripts/api.py",
     "families": "scripts/families.py",
     "models": "scripts/models.py",
     "mutants": "tests/mutants.py",
 }
-"""Reference pages that a program makes."""
+"""Reference pages that a program writes."""
 
 
 # ── MkDocs ────────────────────────────────────────────────────────────────────────────
@@ -58,8 +55,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             for name, file in SCRIPTS.items()
         },
         "reference/commands.md": commands_page(),
-        "reference/errors.md": errors_page(),
-        **{f"reference/python/{name}.md": api_page(name) for name in PACKAGES if _exists(name)},
         **{
             f"{name.lower()}.md": (ROOT / f"{name}.md").read_text("utf-8").replace("](docs/", "](")
             for name in ("CHANGELOG", "SECURITY")
@@ -77,29 +72,17 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def navigation(pages: list[str]) -> list[dict[str, Any]]:
-    """All pages: by folder, those that are best read first in front."""
-
-    def of(folder: str, pattern: str = r"[^/]+\.md") -> list[str]:
-        inside = [page for page in pages if re.fullmatch(f"{folder}/{pattern}", page)]
-        first = [f"{folder}/{name}" for name in FIRST.get(folder, ())]
-        return sorted(inside, key=lambda page: (first.index(page) if page in first else 99, page))
-
-    def guides(title: str) -> list[str]:
-        inside = [f"guides/{name}.md" for name in GUIDES[title]]
-        return [*inside, "security.md"] if title == "Operate" else inside
-
+    """All pages: by chapter, those that are best read first in front."""
+    first = {chapter: [f"{name}.md" for name in names] for chapter, names in FIRST.items()}
+    placed = {page for names in first.values() for page in names}
+    rest = [page for page in pages if page not in placed]
     return [
-        {"Home": "index.md"},
-        *({title: guides(title)} for title in GUIDES),
-        {"Concepts": of("concepts")},
-        {"Reference": [*of("reference"), {"Python": of("reference/python")}]},
-        {"Results": "results.md"},
-        {"Decisions": of("decisions", r"README\.md") + of("decisions", r"\d.*\.md")},
-        {"Changes": "changelog.md"},
+        {chapter: [*names, *(page for page in rest if page.startswith(f"{chapter.lower()}/"))]}
+        for chapter, names in first.items()
     ]
 
 
-# ── made pages ────────────────────────────────────────────────────────────────────────
+# ── the page of commands ────────────────────────────────────────────────────────────────────────
 
 
 def commands_page() -> str:
@@ -112,7 +95,7 @@ def commands_page() -> str:
     text = [
         "# Commands",
         "",
-        "Made from the program itself: what `kvstow COMMAND --help` says.",
+        "What `kvstow COMMAND --help` says, for every command.",
         "",
     ]
     for path, command in _commands(root, ()):
@@ -125,7 +108,7 @@ def _commands(command: Any, path: tuple[str, ...]) -> list[tuple[tuple[str, ...]
     inner = getattr(command, "commands", None)
     if inner is None:
         return [(path, command)]
-    return [found for name in sorted(inner) for found in _commands(inner[name], (*path, name))]
+    return [each for name in sorted(inner) for each in _commands(inner[name], (*path, name))]
 
 
 def _parameters(command: Any) -> list[str]:
@@ -170,33 +153,3 @@ def _default(parameter: Any) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def errors_page() -> str:
-    return (
-        "# Errors\n\nEverything that kvstow raises on purpose. On the command line an error ends "
-        "with code 1 or 2, never with a traceback.\n\n"
-        "::: kvstow.errors\n    options:\n      show_root_heading: false\n"
-        "      show_root_toc_entry: false\n"
-    )
-
-
-def api_page(package: str) -> str:
-    """All modules of a package, those of its inner packages last, in the order of their names."""
-    folder = ROOT / "src" / "kvstow" / package
-    files = [file for file in folder.rglob("*.py") if not file.stem.startswith("_")]
-    paths = sorted((file.relative_to(folder).with_suffix("").parts for file in files), key=_depth)
-    text = [f"# {PACKAGES[package]}: `kvstow.{package}`", "", f"::: kvstow.{package}"]
-    text += ["    options:", "      members: false", ""]
-    for path in paths:
-        module = ".".join(path)
-        text += [f"## `{module}`", "", f"::: kvstow.{package}.{module}", ""]
-    return "\n".join(text)
-
-
-def _depth(path: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
-    return len(path) > 1, path
-
-
-def _exists(package: str) -> bool:
-    return (ROOT / "src" / "kvstow" / package / "__init__.py").exists()

@@ -142,16 +142,30 @@ GENERATED = ("api.md", "commands.md", "families.md", "models.md", "mutants.md")
 """Pages that are made when the documentation is built: see scripts/pages.py."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+LINKED = sorted({*PAGES, *ROOT.glob("*.md")})
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name behind a `#`: the headings, as MkDocs and GitHub write them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each) for each in headings)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", each).strip().lower()) for each in plain}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_to_files_of_the_repository_lead_somewhere(page):
     text = FENCE.sub("", page.read_text("utf-8"))
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", text)
-    for target in targets:
-        if "://" not in target and Path(target).name not in GENERATED:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = target.partition("#")
+        place = page.parent / file if file else page
+        if "://" not in target and place.name not in GENERATED:
+            assert place.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(place), f"{page.name} links to {target}"
 
 
-# ── the checks can fail ───────────────────────────────────────────────────────────────
+def test_the_documentation_is_not_longer_than_its_limit():
+    done = subprocess.run([ROOT / "scripts/docs", "--words"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_every_page_is_listed_on_the_start_page_or_among_the_decisions():
@@ -164,6 +178,9 @@ def test_every_page_is_listed_on_the_start_page_or_among_the_decisions():
     }
     pages = {page.resolve() for page in docs.rglob("*.md")}
     assert pages - listed == {(docs / "index.md").resolve()}
+
+
+# ── the checks can fail ───────────────────────────────────────────────────────────────
 
 
 def test_wrong_output_of_an_example_is_noticed():

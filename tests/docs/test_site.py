@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kvstow
 from kvstow import errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +43,12 @@ def site(tmp_path_factory):
     return folder
 
 
+def test_the_chapters_are_in_the_order_in_which_people_need_them(site):
+    text = Text(site / "index.html").text
+    chapters = r"Start.*Plan.*Operate.*Build.*Concepts.*Reference.*Decisions"
+    assert re.search(chapters, text[: text.index("Install")])
+
+
 def test_every_command_is_in_the_reference(site):
     from typer.main import get_command
 
@@ -55,8 +62,13 @@ def test_every_command_is_in_the_reference(site):
                 assert parameter.opts[0] in text
 
 
-def test_every_error_is_in_the_reference(site):
-    text = Text(site / "reference/errors/index.html").text
+def test_the_python_api_is_in_the_reference(site):
+    text = Text(site / "reference/api/index.html").text
+    for member in kvstow.DType:
+        assert member.name in text or member.value in text
+    assert "Where each field starts inside a cell" in text  # a property
+    assert "tokens_per_state" in text  # a field
+    assert "num_tokens" in text  # a parameter
     for name in vars(errors):
         if name.endswith(("Error", "Missing")) or name == "OutOfBlocks":
             assert name in text
@@ -82,12 +94,6 @@ def test_every_event_of_an_agent_is_in_the_reference():
     found = {name for each in sources for name in re.findall(r'\.note\(\s*"([a-z-]+)"', each)}
     assert len(found) > 8
     assert [name for name in sorted(found) if f"`{name}`" not in text] == []
-
-
-def test_the_python_api_is_in_the_reference(site):
-    text = Text(site / "reference/python/plan/index.html").text
-    assert "Where each field starts inside a cell" in text
-    assert "packed" in text
 
 
 def test_options_that_only_tests_read_are_not_shown(site):
@@ -120,13 +126,3 @@ def test_a_guide_begins_with_what_you_will_have_and_how_long_it_takes(path):
     assert first.startswith("At the end you")
     assert "takes about" in first
     assert "minutes" in first
-
-
-def test_the_api_pages_have_parameters_fields_and_members(site):
-    from kvstow import DType
-
-    text = Text(site / "reference/python/plan/index.html").text
-    for member in DType:
-        assert member.name in text
-    assert "tokens_per_state" in text  # a field of LayerSpec
-    assert "num_tokens" in text  # a parameter of max_requests

@@ -71,7 +71,7 @@ class DigestOf:
     """What one digest counts: tokens `[start_token, num_tokens)` of blocks, by group.
 
     Sums over ranks, modulo 2^64, are digests of all that the ranks hold. `claims` restricts it
-    to parts of fields (with those of `plan_sources`, what several ranks hold alike counts once),
+    to parts of fields (with those of `sources`, what several ranks hold alike counts once),
     `layers` to some layers, `heads` to some of the model's heads. Of the states that count, those
     count whose number, divided by `every`, leaves `phase`; no other is read.
     """
