@@ -114,7 +114,7 @@ def kill_writers(path, rounds, seed):
         with process(WRITER, path, seed + number, 64 * MIB) as writer:
             time.sleep(dice.random() * 0.4)
             writer.send_signal(signal.SIGKILL)
-            said, _ = writer.communicate()
+            said = writer.stdout.read()  # `communicate` would lose what was read ahead
         for line in said.splitlines(keepends=True):
             group, *numbers = map(int, line.split()) if line.endswith("\n") else (0,)
             acknowledged |= {(group, n) for n in numbers}

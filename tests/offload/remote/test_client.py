@@ -1,10 +1,18 @@
 """URLs of stores: what they name, what they carry, what is refused."""
 
+import importlib
+import sys
+from threading import Event, Thread
+from time import monotonic
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from kvstow.errors import StoreError
-from kvstow.offload.remote.client import RemoteOptions, open_client, parse
+from kvstow.offload.remote.client import Blob, RemoteOptions, open_client, parse
 from kvstow.offload.store import Store
+from waiting import wait_for
 
 
 def test_a_url_carries_the_options_of_its_store_and_of_every_store():
@@ -78,3 +86,44 @@ def test_a_password_that_cannot_be_read_is_a_store_error_that_names_its_file(
         file.write_bytes(data)
     with pytest.raises(StoreError, match=f"password_file .*password: cannot be read: .*{reason}"):
         open_client(f"redis://127.0.0.1:1/0?password_file={file}")
+
+
+def test_a_mooncake_client_closes_in_time_while_a_call_hangs(monkeypatch):
+    may_end, closed = Event(), []
+
+    class Hangs:
+        def setup(self, *_):
+            return 0
+
+        def register_buffer(self, *_):
+            return 0
+
+        def batch_put_from(self, *_):
+            may_end.wait(60)
+            return [0]
+
+        def close(self):
+            closed.append(monotonic())
+
+    name = "kvstow.offload.remote.mooncake"
+    fake = SimpleNamespace(MooncakeDistributedStore=Hangs)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "mooncake", fake)
+        patch.setitem(sys.modules, "mooncake.store", fake)
+        patch.delitem(sys.modules, name, raising=False)
+        module = importlib.import_module(name)
+        patch.setattr(module, "CLOSE_SECONDS", 0.3)
+        busy, idle = (
+            module.MooncakeClient("m:1", "", metadata="", stage_bytes=4096) for _ in range(2)
+        )
+        thread = Thread(target=lambda: busy.put([Blob("a", np.zeros(8, np.uint8))]))
+        thread.start()
+        wait_for(lambda: busy._stages.qsize() < module.STAGES)
+        start = monotonic()
+        for client in (busy, idle):
+            client.close()
+        assert monotonic() - start < 5
+        assert len(closed) == 1  # what the hanging call writes to stays its own
+        may_end.set()
+        thread.join()
+    sys.modules.pop(name, None)

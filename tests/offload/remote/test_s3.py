@@ -3,12 +3,14 @@
 import gzip
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from time import monotonic
 
 import numpy as np
 import pytest
 
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote.client import Blob, open_client, whole_objects
+from kvstow.offload.remote.s3 import BACKOFF, RETRIES
 from kvstow.offload.remote.tier import RemoteTier
 from offloading import IDENTITY, numbered_row
 from remote_stores import PROMPT, layout_of
@@ -149,6 +151,26 @@ def test_an_answer_that_is_not_the_object_is_a_miss(server, lie):
         heads = numbered_row(tier, 0, n).reshape(4, -1)[:2].ravel()
         assert (row == (heads if found[n] else 0xA5)).all()
     reader.close()
+
+
+def test_a_server_that_is_busy_is_asked_again_and_its_rows_come(server):
+    tier = RemoteTier(url_of(server), layout_of())
+    tier.store(0, KEYS, [numbered_row(tier, 0, n) for n in range(len(KEYS))])
+    assert tier.flush(20)
+    times = {}
+
+    def busy(path, code, part, body):
+        times.setdefault(path, []).append(monotonic())
+        return (code, part, {}) if len(times[path]) > RETRIES else (503, b"", {})
+
+    server.lie = busy
+    assert all(loaded(tier))
+    for each in times.values():
+        waits = np.diff(each)
+        assert len(waits) == RETRIES
+        assert waits.sum() > BACKOFF.total_seconds()  # it backs off
+    assert tier.breaker.times_opened == 0
+    tier.close()
 
 
 def test_ranges_of_objects_that_end_before_them_come_short(s3_url):

@@ -13,11 +13,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from time import monotonic
 from typing import Any, TypeVar
 
 from kvstow.offload.remote.client import StoreUnreachable
+from kvstow.threads import guarded_thread
 
 log = logging.getLogger("kvstow.offload")
 
@@ -92,7 +93,11 @@ class Calls:
         self._breaker = breaker
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads = [
-            Thread(target=self._work, name=f"kvstow-remote-{i}", daemon=True)
+            guarded_thread(
+                f"kvstow-remote-{i}",
+                self._work,
+                on_broken=lambda error: breaker.failed(repr(error)),
+            )
             for i in range(num_threads)
         ]
         for thread in self._threads:
@@ -133,8 +138,11 @@ class Calls:
                 continue
             try:
                 future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
             except BaseException as error:
                 future.set_exception(error)
+                raise
 
     def close(self) -> None:
         """End the threads; one that hangs in a call is left behind."""

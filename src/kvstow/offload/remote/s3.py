@@ -1,14 +1,13 @@
 """S3 and whatever speaks it, through `obstore`: the only module that imports it.
 
-One event loop in a thread of its own has all requests of a batch under way at once. Credentials
-and region come from the URL or, as usual, from `AWS_ACCESS_KEY_ID` and the like.
+Threads have many requests of a batch under way at once. Credentials and region come from the URL
+or, as usual, from `AWS_ACCESS_KEY_ID` and the like.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,14 +34,14 @@ except ImportError:
 T = TypeVar("T")
 
 IN_FLIGHT = 64
-"""Requests under way at a time, of one call, or of all that put objects."""
+"""Requests under way at a time that put objects, and as many others."""
 
 RETRIES = 3
 BACKOFF = timedelta(milliseconds=50)
 """Requests that a server could not answer, or whose connection it closed, are sent again after
 50 ms, 100 ms and 200 ms, about."""
 
-NO_SUCH_RANGE = ("416 Range Not Satisfiable", "panicked", "non-partial")
+NO_SUCH_RANGE = ("416 Range Not Satisfiable", "PanicException", "non-partial")
 """In errors of `obstore`: an object ends before a range begins, before one of several begins, or
 comes from a server that has no ranges. Such an object is read whole."""
 
@@ -78,18 +77,16 @@ class S3Client:
             },
             **config,
         )
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="kvstow-s3", daemon=True)
-        self._thread.start()
-        self._seconds = seconds
-        self._putting = asyncio.Semaphore(IN_FLIGHT)
+        self._putting, self._asking = (
+            ThreadPoolExecutor(IN_FLIGHT, f"kvstow-s3-{what}") for what in ("put", "ask")
+        )
 
     def put(self, blobs: Sequence[Blob]) -> Refused:
         """S3 makes an object or raises: a batch of which one fails counts as failed."""
 
-        async def put(blob: Blob) -> bool:
+        def put(blob: Blob) -> bool:
             try:
-                await obstore.put_async(
+                obstore.put(
                     self._store, blob.name, blob.data.data, mode="create", use_multipart=False
                 )
             except AlreadyExistsError:
@@ -100,47 +97,43 @@ class S3Client:
         return {blob.name: THERE for blob, is_new in made if not is_new}
 
     def get(self, objects: Sequence[tuple[str, Sequence[Range]]]) -> list[Answer]:
-        """`obstore` answers a range at once, and an object in two steps, of which each waits for
-        the interpreter: so a whole object is a range, too."""
-
-        async def get(each: tuple[str, Sequence[Range]]) -> Answer:
+        def get(each: tuple[str, Sequence[Range]]) -> Answer:
             try:
-                parts = await self._ranges_of(*each)
+                return [np.frombuffer(part, np.uint8) for part in self._ranges_of(*each)]
             except FileNotFoundError:
                 return None
-            return [np.frombuffer(part, np.uint8) for part in parts]
 
-        return self._each(get, objects)
+        return self._each(get, objects, self._asking)
 
-    async def _ranges_of(self, name: str, ranges: Sequence[Range]) -> list[memoryview]:
+    def _ranges_of(self, name: str, ranges: Sequence[Range]) -> list[memoryview]:
         """The bytes of ranges, as far as the object has them."""
         starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
         try:
-            parts = await obstore.get_ranges_async(self._store, name, starts=starts, ends=ends)
+            parts = obstore.get_ranges(self._store, name, starts=starts, ends=ends)
             return [memoryview(part) for part in parts]
-        except Exception as error:
-            if not any(sign in str(error) for sign in NO_SUCH_RANGE):
+        except BaseException as error:  # a panic is no Exception
+            if not any(sign in repr(error) for sign in NO_SUCH_RANGE):
                 raise
-        found = await obstore.get_async(self._store, name)
-        whole = memoryview(await found.bytes_async())
+        whole = memoryview(obstore.get(self._store, name).bytes())
         return [whole[start:end] for start, end in ranges]
 
     def exists(self, names: Sequence[str]) -> Bools:
-        async def head(name: str) -> bool:
+        def head(name: str) -> bool:
             try:
-                await obstore.head_async(self._store, name)
+                obstore.head(self._store, name)
             except FileNotFoundError:
                 return False
             return True
 
-        return np.array(self._each(head, names), bool)
+        return np.array(self._each(head, names, self._asking), bool)
 
     def delete(self, names: Sequence[str]) -> Refused:
-        async def delete(some: list[str]) -> None:
+        def delete(some: list[str]) -> None:
             with suppress(FileNotFoundError):
-                await obstore.delete_async(self._store, some)
+                obstore.delete(self._store, some)
 
-        self._each(delete, [list(names[at : at + 1000]) for at in range(0, len(names), 1000)])
+        lots = [list(names[at : at + 1000]) for at in range(0, len(names), 1000)]
+        self._each(delete, lots, self._asking)
         return {}
 
     def list_blobs(self, prefix: str) -> Iterator[BlobFacts]:
@@ -156,37 +149,16 @@ class S3Client:
             raise _unreachable(self.where, error) from error
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(self._seconds)
-        if not self._loop.is_running():
-            self._loop.close()
+        for threads in (self._putting, self._asking):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _each(
-        self,
-        function: Callable[[Any], Awaitable[T]],
-        items: Sequence[Any],
-        gate: asyncio.Semaphore | None = None,
+        self, function: Callable[[Any], T], items: Sequence[Any], threads: ThreadPoolExecutor
     ) -> list[T]:
-        """The function's results for all items, some at a time; cancelled when one fails."""
-        passed = gate or asyncio.Semaphore(IN_FLIGHT)
-
-        async def one(item: Any) -> T:
-            async with passed:
-                return await function(item)
-
-        async def all_of_them() -> list[T]:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(item)) for item in items]
-            return [task.result() for task in tasks]
-
-        return self._run(all_of_them())
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The function's results for all items; none is begun any more when one has failed."""
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-        except BaseExceptionGroup as errors:
-            raise _unreachable(self.where, errors.exceptions[0]) from errors
-        except (BaseError, OSError) as error:
+            return list(threads.map(function, items))
+        except (BaseError, OSError, RuntimeError) as error:  # which a closed client raises
             raise _unreachable(self.where, error) from error
 
 
