@@ -77,7 +77,10 @@ def test_a_file_that_decides_what_is_computed_is_named_where_it_differs(tmp_path
         assert difference.startswith(f"config file {name} is ")
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "qwen.tiktoken", "spiece.model"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer_config.json", "qwen.tiktoken", "spiece.model", "tokenizer.model.v3", "source.spm"],
+)
 def test_every_file_of_the_tokenizer_counts(tmp_path: Path, name: str):
     folder = checkpoint(tmp_path)
     before = Identity.of(folder)
@@ -136,6 +139,27 @@ def test_every_python_file_counts_and_is_named_wherever_code_is_asked_for(
     (folder / name).write_text("scale = 2\n")
     (difference,) = before.differences(Identity.of(folder))
     assert difference.startswith(f"config file {name} is ")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_another_class_of_the_same_files_is_another_computation(tmp_path: Path, place: str):
+    text = json.dumps(PLACES[place])
+    folders = [tmp_path / name / "own" for name in "ab"]
+    for folder, name in zip(folders, ("OwnModel", "OtherModel"), strict=True):
+        with_code(folder, json.loads(text.replace("OwnModel", name)))
+    differences = Identity.of(folders[0]).differences(Identity.of(folders[1]))
+    (difference,) = (each for each in differences if each.startswith("config code "))
+    assert "'modeling_own.OwnModel' in the source" in difference
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "tokenizer_config.json"])
+def test_code_that_a_file_beside_the_configuration_names_counts(tmp_path: Path, name: str):
+    folder = with_code(tmp_path, {})
+    (folder / name).write_text(json.dumps({"auto_map": {"AutoImageProcessor": "a.Own"}}))
+    before = Identity.of(folder)
+    (folder / CODE[0]).write_text("scale = 2\n")
+    (difference,) = before.differences(Identity.of(folder))
+    assert difference.startswith(f"config file {CODE[0]} is ")
 
 
 def test_code_behind_a_link_counts(tmp_path: Path):
@@ -303,6 +327,47 @@ def test_the_index_counts_and_says_which_files_do(tmp_path: Path):
     index.write_text("[]")
     with pytest.raises(ModelError, match="its files cannot be read"):
         weights_digest(folder)
+
+
+def test_files_that_an_index_names_count_wherever_they_lie(tmp_path: Path):
+    folder = checkpoint(tmp_path)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": {"a": "model-0.safetensors", "b": "sub/b.safetensors"}})
+    )
+    (folder / "sub").mkdir()
+    digests: set[str] = set()
+    for data in (b"1", b"2"):
+        (folder / "sub/b.safetensors").write_bytes(safetensors({"b": data * 64}))
+        digests.add(weights_digest(folder))
+    (folder / "adapter_model.safetensors").write_bytes(safetensors({"lora": b"3"}))
+    digests.add(weights_digest(folder))
+    assert len(digests) == 3
+
+
+def test_the_index_of_another_format_counts(tmp_path: Path):
+    torch.save({"w": torch.zeros(64)}, tmp_path / "pytorch_model-1.bin")
+    torch.save({"w": torch.ones(64)}, tmp_path / "pytorch_model-2.bin")
+    digests: set[str] = set()
+    for number in (1, 2):
+        index = {"weight_map": {"w": f"pytorch_model-{number}.bin"}}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        digests.add(weights_digest(tmp_path))
+    assert len(digests) == 2
+
+
+def test_of_several_gguf_models_in_a_folder_one_has_to_be_named(tmp_path: Path):
+    """All of them are there for every engine, whichever it loads."""
+    checkpoint(tmp_path, shards=0)
+    for part in ("Q4-00001-of-00002", "Q4-00002-of-00002"):
+        (tmp_path / f"m-{part}.gguf").write_bytes(part.encode())
+    (tmp_path / "mmproj-f16.gguf").write_bytes(b"GGUF")
+    assert Identity.of(tmp_path).weights.startswith("gguf:")
+    (tmp_path / "m-Q8.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"2 models in GGUF files \(m-Q4, m-Q8\)"):
+        Identity.of(tmp_path)
+    q4, q8 = (Identity.of(tmp_path, weight_files=f"*{name}*.gguf") for name in ("Q4", "Q8"))
+    assert q4.differences(q8)
 
 
 def test_what_a_trainer_leaves_is_no_weight(tmp_path: Path):

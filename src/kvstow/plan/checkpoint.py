@@ -15,7 +15,7 @@ Files of other formats are read whole. The digest is kept beside the weights
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -32,6 +32,8 @@ SETTINGS = (
     "hf_quant_config.json",
     "quantize_config.json",
     "quant_config.json",
+    "quant_model_description.json",
+    "kv_cache_scales.json",
     "adapter_config.json",
     "preprocessor_config.json",
     "processor_config.json",
@@ -42,7 +44,7 @@ how images become numbers."""
 
 TOKENIZERS = (
     "tokenizer.json",
-    "tokenizer.model",
+    "tokenizer.model.*",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -51,17 +53,21 @@ TOKENIZERS = (
     "vocab.bpe",
     "merges.txt",
     "normalizer.json",
-    "tekken.json",
+    "tekken*.json",
     "*.tiktoken",
-    "*.tiktoken.model",
-    "*.bpe.model",
-    "spiece.model",
+    "*.model",
+    "*.spm",
 )
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """Formats of weights. Engines load the first that is there, unless they are told otherwise."""
 NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pth?)")
 """What a trainer leaves beside weights of a similar name."""
+INDEX_STEMS = {".safetensors": "model", ".bin": "pytorch_model"}
+BESIDE_INDEX = ("model.safetensors", "adapter_model.safetensors")
+"""Files that are loaded although an index names others."""
+SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+"""Behind the name of each part of a model in several GGUF files."""
 CACHE_NAME = ".kvstow-weights.json"
 
 MAX_FILE_BYTES = 16 << 20
@@ -99,22 +105,24 @@ def checkpoint_config(folder: Path) -> Mapping[str, Any]:
     return cast("dict[str, Any]", config)
 
 
-def deciding_files(
+def deciding_fields(
     folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool
 ) -> dict[str, str]:
     """Digests of the files that decide what is computed, by name, without weights and tokenizer.
 
-    With any `auto_map` in the configuration, at any depth, each Python file below the folder is
-    one of them: which it imports nobody can tell. Code in another repository
-    (`org/name--module.Class`) stands as that name.
+    With any `auto_map`, in the configuration or in a file beside it, at any depth, each Python
+    file below the folder is one of them: which it imports nobody can tell. Which class the
+    configuration builds, of which file or of which other repository, stands beside.
     """
     paths = [path for name in SETTINGS if (path := folder / name).is_file()]
-    digests = {path.name: _file_digest(path) for path in paths}
-    names = [*_auto_maps(config)] if trust_remote_code else []
-    if names:
-        digests |= code_digests(folder)
-        digests |= {name: "elsewhere" for name in names if "--" in name}
-    return digests
+    names = [path.name for path in paths]
+    digests = {name: _file_digest(folder / name) for name in names}
+    if trust_remote_code:
+        classes = _auto_maps(config)
+        if classes or any(map(_names_code, (*paths, folder / "tokenizer_config.json"))):
+            digests |= code_digests(folder)
+        return {f"file {k}": v for k, v in digests.items()} | classes
+    return {f"file {name}": digest for name, digest in digests.items()}
 
 
 def code_digests(folder: Path) -> dict[str, str]:
@@ -167,25 +175,26 @@ def _without_chat(data: bytes) -> bytes:
     return data
 
 
-def _auto_maps(value: Any) -> Iterator[str]:
-    """The texts below `auto_map` in a configuration and in all parts of it."""
+def _names_code(path: Path) -> bool:
+    with suppress(OSError, ValueError, RecursionError):
+        return bool(_auto_maps(json.loads(small_file(path))))
+    return False
+
+
+def _auto_maps(value: Any, where: str = "", *, inside: bool = False) -> dict[str, str]:
+    """The texts below `auto_map` in a configuration and in all parts of it, by their places."""
+    if isinstance(value, str):
+        return {f"code {where[1:]}": value} if inside and value else {}
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
-        for key, inner in cast("Mapping[str, Any]", value).items():
-            yield from _texts(inner) if key == "auto_map" else ()
-            yield from _auto_maps(inner)
+        items = cast("Mapping[Any, Any]", value).items()
     elif isinstance(value, list):
-        for inner in cast("list[Any]", value):
-            yield from _auto_maps(inner)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str) and value:
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts([*cast("Mapping[str, Any]", value).values()])
-    elif isinstance(value, list):
-        for each in cast("list[Any]", value):
-            yield from _texts(each)
+        items = enumerate(cast("list[Any]", value))
+    texts: dict[str, str] = {}
+    for key, each in items:
+        name = key if str(key).isidentifier() else json.dumps(key)
+        texts |= _auto_maps(each, f"{where}.{name}", inside=inside or key == "auto_map")
+    return texts
 
 
 def small_file(path: Path) -> bytes:
@@ -219,7 +228,7 @@ EMBEDDINGS = re.compile(r"(^|[._])(wte|tok_embeddings|token_embd|embed\w*)\.")
 CHUNK_BYTES = 8 << 20
 NUM_READERS = 16
 """Files that are read at the same time: samples wait for the disk, not for the processor."""
-_DIGEST_VERSION = 4
+_DIGEST_VERSION = 5
 
 
 class _Cached(msgspec.Struct, frozen=True):
@@ -232,18 +241,23 @@ class _Cached(msgspec.Struct, frozen=True):
 def weight_files(folder: Path, pattern: str = "") -> list[Path]:
     """The files that an engine loads weights from; none where there are none.
 
-    `pattern` is what it looks for, if it was told to. An index of safetensors files, which is
-    among them, says which of those count: not `consolidated.safetensors` beside `model-…` files.
+    `pattern` is what it looks for, if it was told to. An index, which is among them, says which
+    safetensors files count, wherever they lie: not `consolidated.safetensors` beside `model-…`.
     """
     for each in (pattern,) if pattern else WEIGHTS:
-        files = sorted(path for path in folder.glob(each) if not NO_WEIGHTS.fullmatch(path.name))
-        stem = "consolidated" if each.startswith("consolidated") else "model"
-        index = folder / f"{stem}.safetensors.index.json"
-        if files and files[0].suffix == ".safetensors" and index.is_file():
-            names = {"model.safetensors", *_indexed_names(index)}
-            return [*([path for path in files if path.name in names] or files), index]
-        if files:
-            return files
+        suffix = Path(each).suffix
+        files = {path for path in folder.glob(each) if not NO_WEIGHTS.fullmatch(path.name)}
+        stem = "consolidated" if each.startswith("consolidated") else INDEX_STEMS.get(suffix)
+        index = folder / f"{stem}{suffix}.index.json"
+        if not index.is_file():
+            if files:
+                return sorted(files)
+            continue
+        listed = {path for name in _indexed_names(index) if (path := folder / name).is_file()}
+        if listed and suffix == ".safetensors":
+            files = {path for path in files if path.name in BESIDE_INDEX}
+        if files | listed:
+            return [*sorted(files | listed), index]
     return []
 
 
@@ -258,7 +272,13 @@ def weights_digest(folder: Path, pattern: str = "") -> str:
             f"{folder}: no weights ({pattern or ', '.join(WEIGHTS)}) to identify the model by\n\n"
             f"hint: name the folder that holds them, or use Identity.unverified('why')"
         )
-    stats = {path.name: path.stat() for path in files}
+    parts = {SPLIT.sub("", path.stem) for path in files if not path.name.startswith("mmproj")}
+    if files[0].suffix == ".gguf" and len(parts) > 1:
+        raise ModelError(
+            f"{folder}: {len(parts)} models in GGUF files ({', '.join(sorted(parts))})\n\n"
+            "hint: say which one is loaded, as in Identity.of(folder, weight_files='*Q4_K_M*')"
+        )
+    stats = {os.path.relpath(path, folder): path.stat() for path in files}
     stamps = {
         name: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats.items()
     }

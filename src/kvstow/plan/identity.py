@@ -121,12 +121,14 @@ class Identity:
 
         folder = Path(model_dir)
         config = checkpoint.checkpoint_config(folder)
-        files = checkpoint.deciding_files(folder, config, trust_remote_code=trust_remote_code)
-        fields = [*config_fields(config), *((f"file {name}", each) for name, each in files.items())]
+        fields = {
+            **dict(config_fields(config)),
+            **checkpoint.deciding_fields(folder, config, trust_remote_code=trust_remote_code),
+        }
         return Identity(
             model=model or checkpoint.checkpoint_name(folder),
             weights=weights_digest(folder, weight_files),
-            config=tuple(sorted(fields)),
+            config=tuple(sorted(fields.items())),
             kv_dtype=kv_dtype,
             interior=interior,
             tokenizer=checkpoint.tokenizer_digest(folder),
