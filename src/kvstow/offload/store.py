@@ -54,7 +54,6 @@ log = logging.getLogger("kvstow.offload")
 
 FLUSH_SECONDS = 60.0
 
-_NO_BLOCKS: Mapping[int, Blocks] = {}
 _NONE = Blocks.first([])
 
 
@@ -229,15 +228,14 @@ class Store:
         blocks: Mapping[int, Blocks],
         prompt: Prompt,
         *,
-        checkpoints: Mapping[int, Blocks] = _NO_BLOCKS,
         identity: Identity | None = None,
     ) -> int:
         """Keep what a request's blocks hold of a prompt that has been computed; how many rows.
 
-        `blocks` are the request's by group, as `Ledger.blocks` lists them, `checkpoints` as
-        `Ledger.checkpoints` does. The last block may be partly filled; a recurrent group's row
-        is its state after the whole prompt. `identity` is for a request with an adapter or salt
-        of its own (`store.identity.for_request`). Nobody may write to the blocks meanwhile.
+        `blocks` are the request's by group, as `Ledger.blocks` lists them. The last block may be
+        partly filled; a recurrent group's row is its state after the whole prompt. `identity` is
+        for a request with an adapter or salt of its own (`store.identity.for_request`). Nobody
+        may write to the blocks meanwhile.
         """
         mover = self._mover(arena)
         _check_blocks(blocks)
@@ -249,7 +247,7 @@ class Store:
             whole, rest = divmod(len(prompt), group.block_tokens)
             listed, last = running, running.ids[(running.index == whole) & (rest > 0)]
             if isinstance(group.retention, State):
-                listed, last = checkpoints.get(g, _NONE).whole, running.ids[: len(prompt) > 0]
+                listed, last = _NONE, running.ids[: len(prompt) > 0]
             keys = rows.keys(group.block_tokens)
             at = listed.index < len(keys)
             numbers: list[int] = listed.index[at].tolist()
