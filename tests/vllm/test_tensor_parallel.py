@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from serving import Launch, Server, free_port, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
-CONFIG = {
+LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 49152,
@@ -35,6 +36,9 @@ CONFIG = {
 }
 """Heads that two ranks share out, and three."""
 
+HYBRID = json.loads((Path(__file__).parent / "tiny_models" / "qwen3next.json").read_text())
+"""Gated delta nets, whose states two ranks share out: channels of q, k and v, and heads."""
+
 SETTINGS = {
     "digest": "always",
     "lease_seconds": 300,
@@ -43,19 +47,16 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(folder: Path, config: dict[str, Any], smollm2: Path) -> Path:
     """A small model with random weights, large enough for its text to depend on its cache, and
     another one's words."""
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    (folder / "config.json").write_text(json.dumps({**config, "initializer_range": 0.15}))
     torch.manual_seed(3)
-    made = LlamaForCausalLM(LlamaConfig(**CONFIG, initializer_range=0.15))
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    weights = {name: weight.contiguous() for name, weight in made.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    made.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
     for file in smollm2.iterdir():
         if file.name not in ("config.json", "model.safetensors", "generation_config.json"):
             shutil.copy(file, folder)
@@ -63,23 +64,29 @@ def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(
-    scope="module", params=[(1, 2), (2, 1), (2, 3)], ids=lambda sizes: f"{sizes[0]}-to-{sizes[1]}"
+    scope="module",
+    params=[("llama", 1, 2), ("llama", 2, 1), ("llama", 2, 3), ("hybrid", 1, 2), ("hybrid", 2, 1)],
+    ids=lambda each: f"{each[0]}-{each[1]}-to-{each[2]}",
 )
 def pair(
-    request: pytest.FixtureRequest, model: Path, logs: Path
+    request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Server, int]]:
+    kind, *sizes = request.param
+    config = {"llama": LLAMA, "hybrid": HYBRID}[kind]
+    model = checkpoint(tmp_path_factory.mktemp("model"), config, smollm2)
+    dtype = config.get("torch_dtype") or config["dtype"]
     launches = [
         Launch(
             model=model,
             name="m",
             settings={**SETTINGS, "listen": f"tcp://127.0.0.1:{free_port()}"},  # of its first rank
-            options=("-tp", str(size)),
+            options=("-tp", str(size), "--dtype", dtype),
             rows=size == 1,
         )
-        for size in request.param
+        for size in sizes
     ]
-    with running(*launches, logs=logs) as servers:
-        yield servers[0], servers[1], request.param[1]
+    with running(*launches, logs=tmp_path_factory.mktemp("logs")) as servers:
+        yield servers[0], servers[1], sizes[1]
 
 
 def test_every_rank_takes_over_and_the_lease_ends_with_the_last(

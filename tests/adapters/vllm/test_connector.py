@@ -269,6 +269,7 @@ def request(id: str, **changed: object) -> SimpleNamespace:
         "request_id": id,
         "all_token_ids": PROMPT,
         "kv_transfer_params": None,
+        "kv_hints": None,
         "lora_request": None,
         "cache_salt": None,
         "mm_features": None,
@@ -518,6 +519,22 @@ def test_a_request_whose_rows_went_away_has_failed_to_load(connector: ModuleType
     results = asked(engine, [1, 2, 3, 13, 12])
     assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
     assert engine.worker._worker_side.counts["restore_failures"] == 1
+    engine.worker.shutdown()
+
+
+def test_a_request_that_pins_its_rows_finds_them_whatever_came_since(connector: ModuleType):
+    engine = Engine(connector, in_process=True, host_bytes=17 * 2 * PAGE)
+    hints = {"actions": [{"action_type": "kv.pin"}, {"action_type": "kv.other"}]}
+    engine.compute(request("p", kv_hints=hints), [7, 8, 9, 10, 11])
+    drained(engine)
+    time.sleep(0.6)  # rows that were on their way are pinned with the next look
+    engine.step()
+    for k in range(6):
+        engine.compute(request(f"o{k}", all_token_ids=[k] * len(PROMPT)), [1, 2, 3, 4, 5])
+        drained(engine)
+    assert found(engine) == 16
+    counts = engine.scheduler._scheduler.counts
+    assert (counts["hints pin"], counts["hints other"]) == (1, 1)
     engine.worker.shutdown()
 
 

@@ -168,6 +168,7 @@ def vllm_request(**changed: object) -> SimpleNamespace:
         "mm_features": None,
         "prompt_embeds": None,
         "resumable": False,
+        "kv_hints": None,
         "block_hashes": [],
     }
     return SimpleNamespace(**given | changed)

@@ -36,6 +36,7 @@ RESTORED_TOKENS = "restored_tokens"
 RESTORE_FAILURES = "restore_failures"
 DAMAGED_ROWS = "damaged_rows"
 NOT_NOTED_PROMPTS = "not_noted_prompts"
+HINTS = "hints"
 REMOTE_STORED_ROWS = "remote_stored_rows"
 REMOTE_MISSED_ROWS = "remote_missed_rows"
 REMOTE_DROPPED_ROWS = "remote_dropped_rows"
@@ -83,6 +84,7 @@ VLLM_COUNTERS = (
     VllmMetric(RESTORE_FAILURES, "Failed loads; their tokens were computed"),
     VllmMetric(DAMAGED_ROWS, "Rows found damaged in host memory"),
     VllmMetric(NOT_NOTED_PROMPTS, "Prompts that the journal missed"),
+    VllmMetric(HINTS, "KV hints of requests, by action", "action"),
     VllmMetric(REMOTE_STORED_ROWS, "Rows written to a remote store"),
     VllmMetric(REMOTE_MISSED_ROWS, "Rows not read from a remote store, by reason", "reason"),
     VllmMetric(REMOTE_DROPPED_ROWS, "Rows not written to a remote store, by reason", "reason"),

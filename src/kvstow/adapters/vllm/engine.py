@@ -150,6 +150,7 @@ class Request(Protocol):
     num_in_flight_tokens: int
     max_tokens: int
     kv_transfer_params: dict[str, Any] | None
+    kv_hints: object
     lora_request: LoraAdapter | None
     cache_salt: str | None
     mm_features: Sequence[Any] | None

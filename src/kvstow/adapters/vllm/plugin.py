@@ -1,16 +1,21 @@
 """What kvstow does to vLLM while it runs, all of it:
 
-always            the connector is registered under its name (`register`, an entry point)
+always            the connector is registered under its name (`register`, an entry point), in
+                  Dynamo's table too, where Dynamo runs
 weight versions   where vLLM has them, connectors are told, too (`hear_weight_versions`)
 an option         steps without a pause while something is loaded (`step_while_loading`)
 """
 
+import sys
 from importlib import import_module
 from typing import Any
 
 from kvstow.adapters.vllm.engine import Step
 
 NAME = "KvstowConnector"
+
+DYNAMO = "dynamo.vllm.kv_connector_protocols"
+"""Dynamo's table of connectors: how prefill asks for what decode is given; ours as NIXL's."""
 
 
 def register() -> None:
@@ -21,6 +26,10 @@ def register() -> None:
     factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory")
     if NAME not in factory.KVConnectorFactory._registry:
         factory.KVConnectorFactory.register_connector(NAME, "kvstow.adapters.vllm", NAME)
+    dynamo = sys.modules.get(DYNAMO)  # where it runs, it has imported this before vLLM starts
+    protocols: dict[str, Any] | None = getattr(dynamo, "KV_CONNECTOR_PROTOCOLS", None)
+    if protocols is not None and "NixlConnector" in protocols:
+        protocols.setdefault(NAME, protocols["NixlConnector"])
 
 
 def hear_weight_versions(connector_class: type) -> None:

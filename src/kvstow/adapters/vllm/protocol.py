@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from struct import pack
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -181,6 +181,18 @@ class LoadBlocks:
     num_tokens: int
 
 
+HintAction = Literal["retain", "pin", "prefetch", "demote"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintedRows:
+    """Rows of a request that has ended, and what it asks for them; per group, their keys."""
+
+    action: HintAction
+    seconds: float
+    keys: tuple[tuple[bytes, ...], ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class StepOrders:
     """What the workers are to do in one step; collected until the engine takes the step.
@@ -196,6 +208,7 @@ class StepOrders:
     loads: list[LoadBlocks] = field(default_factory=list[LoadBlocks])
     lookups: list[LookUpKeys] = field(default_factory=list[LookUpKeys])
     asks: list[AskPeers] = field(default_factory=list[AskPeers])
+    hints: list[HintedRows] = field(default_factory=list[HintedRows])
     idle: bool = False
 
 
@@ -249,7 +262,8 @@ class EngineRequest:
     One that is not `shareable` depends on something that has no name: prompt embeddings, inputs
     that a session adds while it runs, an adapter whose weights are not known. Its blocks are
     neither handed over nor stored, and never taken from elsewhere. `hashes` are the engine's own,
-    of its whole blocks; `adapter_name` is what clients call the adapter.
+    of its whole blocks; `adapter_name` is what clients call the adapter. `kv_hints` are as they
+    came.
     """
 
     id: str
@@ -261,6 +275,7 @@ class EngineRequest:
     shareable: bool = True
     hashes: Sequence[bytes] = ()
     adapter_name: str = ""
+    kv_hints: object = None
 
     def extra_before(self, num_tokens: int) -> Extra:
         """What begins among the first tokens."""
@@ -278,6 +293,43 @@ class EngineRequest:
         except msgspec.ValidationError as error:
             log.warning("request %s: its limits of loads are ignored: %s", self.id, error)
             return LoadLimits()
+
+    @property
+    def hints(self) -> "tuple[tuple[HintAction | None, float], ...]":
+        """What it asks for its rows, and for how many seconds; None for what is asked of other
+        components. Nothing where that is not written as vLLM and Dynamo do."""
+        hints = self.kv_hints or (self.params or {}).get("kv_hint")
+        if hints is None:
+            return ()
+        try:
+            return tuple(
+                (action, msgspec.convert(hint.payload, HintPayload).ttl_seconds if action else 0.0)
+                for hint in msgspec.convert(hints, Hints, from_attributes=True).actions
+                for action in [HINT_ACTIONS.get(hint.action_type)]
+            )
+        except msgspec.ValidationError as error:
+            log.warning("request %s: its hints are ignored: %s", self.id, error)
+            return ()
+
+
+HINT_ACTIONS: Mapping[str, HintAction] = {f"kv.{action}": action for action in get_args(HintAction)}
+
+
+class HintPayload(msgspec.Struct, frozen=True):
+    """For how long rows are to be pinned."""
+
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 60.0
+
+
+class Hint(msgspec.Struct, frozen=True):
+    """One action of vLLM's `KvHintsEnvelope`."""
+
+    action_type: str
+    payload: Any = msgspec.field(default_factory=dict[str, Any])
+
+
+class Hints(msgspec.Struct, frozen=True):
+    actions: tuple[Hint, ...]
 
 
 Medium = Literal["cpu", "storage"]
@@ -346,6 +398,7 @@ def request_of(request: Request, adapters: AdapterNames | None = None) -> Engine
         shareable=request.prompt_embeds is None and not request.resumable and known is not None,
         hashes=request.block_hashes,
         adapter_name=adapter.lora_name if adapter else "",
+        kv_hints=request.kv_hints,
     )
 
 

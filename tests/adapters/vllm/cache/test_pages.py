@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from kvstow.adapters.vllm.cache.layout import CacheDeclaration, DeclaredRegion, adopted
-from kvstow.adapters.vllm.cache.pages import DeclaredPage, declared_page
+from kvstow.adapters.vllm.cache.pages import CONV_LAYOUT, DeclaredPage, declared_page
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
 from kvstow.plan.identity import Identity
 from kvstow.plan.manifest import decode, encode
+from kvstow.plan.spec import DType
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import plan_route
 
@@ -99,7 +100,7 @@ def arena_of(*pages: DeclaredPage, num_blocks: int, stride: int) -> Arena:
             (num_blocks, 1, each.states, each.nbytes // each.states),
             (stride, each.nbytes, each.nbytes // each.states, 1),
             region.offset,
-        )
+        ).view(torch.int8 if each.dtype is DType.INT8 else torch.uint8)
         for each, region in zip(pages, regions, strict=True)
     }
     return adopted(declared, views)
@@ -189,3 +190,122 @@ def test_pages_are_cut_anew_for_other_tokens_per_block(tokens: tuple[int, int]) 
                 here = a[ids[0][token // tokens[0]], 0, token % tokens[0]]
                 there = b[ids[1][token // tokens[1]], 0, token % tokens[1]]
                 assert torch.equal(here, there), (name, field, token)
+
+
+# ── recurrent states ──────────────────────────────────────────────────────────────────────
+
+TAPS = 3
+PARTS = {
+    "GDN_ATTN": (16, 16, 32),
+    "MAMBA2": (32, 32, 32),
+    "MAMBA1": (32,),
+    "SHORT_CONV": (32,),
+    "LINEAR": (),
+}
+"""Channels of the whole model's convolution, by kind of state."""
+MATRICES = {
+    "GDN_ATTN": (8, 4, 2),
+    "MAMBA2": (8, 4, 8),
+    "MAMBA1": (32, 2),
+    "SHORT_CONV": (),
+    "LINEAR": (8, 4, 4),
+}
+
+
+def state_spec(kind: str, ranks: int, **changes: Any) -> Any:
+    """What vLLM declares of a state on one of so many ranks, tap by tap."""
+    shapes: list[tuple[int, ...]] = []
+    if PARTS[kind]:
+        shapes.append((TAPS, sum(PARTS[kind]) // ranks))
+    if MATRICES[kind]:
+        shapes.append((MATRICES[kind][0] // ranks, *MATRICES[kind][1:]))
+    dtypes = [torch.bfloat16] * len(shapes)
+    fields = {
+        "mamba_type": SimpleNamespace(name=kind),
+        "mamba_cache_mode": "align",
+        "num_speculative_blocks": 0,
+        "tp_replicated": False,
+        "block_size": 128,
+        "shapes": tuple(shapes),
+        "dtypes": tuple(dtypes),
+        "state_content_size_bytes": 2 * sum(int(np.prod(shape)) for shape in shapes),
+        "tokens_per_state": -1,
+    }
+    return spec("MambaSpec", **{**fields, **changes})
+
+
+def state_page(kind: str, tp: tuple[int, int], groups: int | None = 4, **changes: Any) -> Any:
+    return declared_page(
+        "layer",
+        state_spec(kind, tp[1], **changes),
+        order="BLHNC",
+        tp=tp,
+        total_heads=8,
+        state_groups=groups,
+    )
+
+
+def held_of(kind: str, conv: Any, matrices: Any, tp: tuple[int, int]) -> Any:
+    """The bytes of one rank's state, cut out of the whole model's by NumPy."""
+    rank, ranks = tp
+    cut = [np.split(part, ranks, axis=1)[rank] for part in conv]
+    parts = [np.concatenate(cut, axis=1).ravel()] if cut else []
+    parts += [np.split(matrices, ranks, axis=0)[rank].ravel()] if MATRICES[kind] else []
+    return np.concatenate(parts).view(np.uint8)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize("kind", PARTS)
+def test_states_are_shared_out_anew_among_other_numbers_of_ranks(
+    kind: str, sizes: tuple[int, int]
+) -> None:
+    rng = np.random.default_rng(3)
+    conv = [rng.integers(0, 1 << 16, (TAPS, size)).astype(np.uint16) for size in PARTS[kind]]
+    matrices = rng.integers(0, 1 << 16, MATRICES[kind]).astype(np.uint16)
+    sides: list[list[Arena]] = []
+    for size in sizes:
+        pages = [state_page(kind, (rank, size)) for rank in range(size)]
+        sides.append([arena_of(p, num_blocks=4, stride=p.nbytes + 64) for p in pages])
+    for rank, arena in enumerate(sides[0]):
+        own = held_of(kind, conv, matrices, (rank, sizes[0]))
+        arena.bytes.view(4, -1)[3, : len(own)] = torch.from_numpy(own)
+    blocks = [{0: Blocks(np.array([id]), np.array([0]))} for id in (3, 2)]
+    for rank, there in enumerate(sides[1]):
+        for here in sides[0]:
+            copy(here, there, plan_route(here.layout, there.layout).copies(*blocks, 128)).wait()
+        wanted = held_of(kind, conv, matrices, (rank, sizes[1]))
+        rows = there.bytes.view(4, -1)
+        assert rows[2, : len(wanted)].tolist() == wanted.tolist()
+        assert not rows[[0, 1, 3]].any()
+        assert not rows[2, len(wanted) :].any()
+
+
+def test_groups_that_vllm_adds_for_its_ranks_are_not_taken_for_the_models() -> None:
+    """With one group every rank has it; with three on four ranks, vLLM makes it four."""
+    one = state_page("MAMBA2", (1, 2), 1, shapes=((TAPS, 16 + 8 + 8), (4, 4, 8)))
+    conv, _ = one.fields
+    assert conv.axes[1].pieces == ((16, 32), (32, 40), (40, 48))
+    assert not state_page("MAMBA2", (1, 4), 3).fields
+    assert not state_page("MAMBA2", (1, 2), None).fields
+
+
+@pytest.mark.parametrize("change", [{"tp_replicated": True}, {"mamba_type": None}])
+def test_states_whose_parts_are_not_known_stay_opaque(change: dict[str, Any]) -> None:
+    assert not state_page("GDN_ATTN", (0, 2), **change).fields
+
+
+def test_convolutions_that_lie_channel_by_channel_are_other_fields(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_tap = state_page("SHORT_CONV", (0, 1))
+    monkeypatch.setenv(CONV_LAYOUT, "DS")
+    by_channel = state_page("SHORT_CONV", (0, 1), shapes=((32, TAPS),))
+    assert [[axis.name for axis in p.fields[0].axes] for p in (by_tap, by_channel)] == [
+        ["tap", "channel"],
+        ["channel", "tap"],
+    ]
+
+
+def test_a_ring_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(MemoryLayoutError, match="the ring as it was after the prefix's last token"):
+        page(spec("CircularBufferSpec"))

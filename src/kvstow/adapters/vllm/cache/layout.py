@@ -41,6 +41,9 @@ taken."""
 MIXED_KIND = "UniformTypeKVCacheSpecs"
 """A group of several specs, by layer."""
 
+STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+"""What models call the number of groups that share a Mamba-2 layer's B and C."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredRegion:
@@ -293,11 +296,20 @@ def _pages(
     layers = vllm_config.compilation_config.static_forward_context
     heads = vllm_config.model_config.get_total_num_kv_heads()
     device = vllm_config.device_config.device_type
+    text = getattr(vllm_config.model_config, "hf_text_config", None)
+    groups = next((n for name in STATE_GROUPS if (n := getattr(text, name, None))), None)
 
     def page(name: str, spec: Any) -> DeclaredPage:
         kernels = kernels_of(layers.get(name))
         return declared_page(
-            name, spec, order=order, tp=tp, total_heads=heads, device=device, kernels=kernels
+            name,
+            spec,
+            order=order,
+            tp=tp,
+            total_heads=heads,
+            device=device,
+            kernels=kernels,
+            state_groups=groups,
         )
 
     return page
@@ -345,7 +357,8 @@ def _opaque(page: DeclaredPage, tensor: torch.Tensor, order: Order) -> torch.Ten
         if not page.fields and _heads_outside(order):
             return tensor.view(*tensor.shape[:2], -1)
         inside = tensor if _heads_outside(order) else tensor.transpose(1, 2)
-        return inside.view(tensor.shape[0], -1)
+        pages = inside.view(tensor.shape[0], -1)
+        return pages.view(torch.uint8) if page.fields else pages
     except RuntimeError as error:
         raise MemoryLayoutError(
             f"layer {page.layer!r}: in {order} the inside of a page is one run, yet strides are "

@@ -5,7 +5,10 @@ fields. A page whose kernels keep one token's bytes after the other's is cells o
 other page nothing is said but its size, and whose kernels know more.
 """
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,8 +33,19 @@ STATE_KIND = "MambaSpec"
 """Recurrent states. Where vLLM keeps one at the end of each block (`mamba_cache_mode` "align"),
 a block holds the state after its last token, and the next token needs that of the last block."""
 
+WHAT_IS_MISSING = {
+    "CircularBufferSpec": "one block per request is written in a circle: a prefix has none of its "
+    "own, so a hand-over would need the ring as it was after the prefix's last token",
+    "CrossAttentionSpec": "the cache is made of the encoder's output, not of tokens: it would have "
+    "to be keyed by what was encoded",
+}
+"""Why caches of other kinds are not taken over, where that is known."""
+
 AFTER_LAST_TOKEN = Window(2)
 """The next token sees the one before it: the block that holds it is all that is needed."""
+
+CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+"""SD, unless vLLM is told DS: a convolution's inputs lie tap by tap, or channel by channel."""
 
 LATENT_KINDS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 """Every rank holds the whole of these."""
@@ -117,18 +131,19 @@ def declared_page(
     total_heads: int,
     device: str = "",
     kernels: str = "",
+    state_groups: int | None = None,
 ) -> DeclaredPage:
     """The page of a layer with that spec; MemoryLayoutError for what cannot be taken over.
 
     `kernels` is the class that writes and reads it on the device, empty where that is not known.
+    `state_groups` is how many groups the model's recurrent states have in all.
     """
     if type(spec).__name__ == STATE_KIND:
-        return _state_page(layer, spec, tp)
+        return _state_page(layer, spec, tp, order, state_groups)
     if type(spec).__name__ not in KINDS or not isinstance(spec.tokens_per_state, int):
-        raise MemoryLayoutError(
-            f"layer {layer!r}: caches of kind {type(spec).__name__} are not taken over, only "
-            f"{', '.join(KINDS)}"
-        )
+        kind = type(spec).__name__
+        why = WHAT_IS_MISSING.get(kind, f"only {', '.join(KINDS)} are")
+        raise MemoryLayoutError(f"layer {layer!r}: caches of kind {kind} are not taken over: {why}")
     fields = section_fields(layer, spec) if _pages_in_one_piece(order) else ()
     if fields:
         heads, cell = spec.num_kv_heads, sum(field.nbytes for field in fields)
@@ -219,8 +234,11 @@ def _field(name: str, dtype: DType, size: int, section: int) -> Field:
     return Field(name, dtype, (Extent.whole("content", size),), section)
 
 
-def _state_page(layer: str, spec: Any, tp: tuple[int, int]) -> DeclaredPage:
-    """A recurrent state: bytes that only its kernels can tell apart, padding left out."""
+def _state_page(
+    layer: str, spec: Any, tp: tuple[int, int], order: Order, state_groups: int | None
+) -> DeclaredPage:
+    """A recurrent state, padding left out. Where it is not known which channels and heads a rank
+    has of it, it is bytes that only its kernels can tell apart."""
     if spec.mamba_cache_mode != "align":
         raise MemoryLayoutError(
             f"layer {layer!r}: recurrent states are kept in mode {spec.mamba_cache_mode!r}, which "
@@ -231,20 +249,103 @@ def _state_page(layer: str, spec: Any, tp: tuple[int, int]) -> DeclaredPage:
             f"layer {layer!r}: {spec.num_speculative_blocks} states of speculative decoding beside "
             "each block's: which one is accepted is not certain"
         )
-    rank, size = tp
-    part = (
-        Extent.whole("head", 1) if spec.tp_replicated else Extent("head", size, ((rank, rank + 1),))
-    )
+    fields = state_fields(spec, tp, state_groups) if _pages_in_one_piece(order) else ()
+    if fields or spec.tp_replicated:
+        heads = Extent.whole("head", 1)
+    else:
+        heads = Extent("head", tp[1], ((tp[0], tp[0] + 1),))
     return DeclaredPage(
         layer=layer,
         retention=AFTER_LAST_TOKEN,
         block_tokens=spec.block_size,
-        heads=part,
+        heads=heads,
         states=1,
         content=spec.state_content_size_bytes,
         dtype=DType.INT8,
+        fields=fields,
         kernels=_state_kernels(spec),
     )
+
+
+def state_fields(spec: Any, tp: tuple[int, int], num_groups: int | None) -> tuple[Field, ...]:
+    """The convolution's inputs and the matrices of a state, in the whole model's channels and
+    heads; empty where it is not known which of them this rank has.
+
+        kind         channels of the convolution    matrices
+        MAMBA1       x                              channel × state
+        MAMBA2       x | B | C                      head × dim × state
+        GDN_ATTN     q | k | v                      head × value × key
+        SHORT_CONV   x                              none
+        LINEAR       none                           head × key × value
+    """
+    shapes = [tuple(shape) for shape in getattr(spec, "shapes", ())]
+    kind = getattr(getattr(spec, "mamba_type", None), "name", "")
+    has_conv, has_matrices = kind != "LINEAR", kind != "SHORT_CONV"
+    if spec.tp_replicated or len(shapes) != has_conv + has_matrices:
+        return ()
+    dtypes = [DType(str(each).removeprefix("torch.")) for each in spec.dtypes]
+    fields: list[Field] = []
+    if has_conv:
+        is_tap_first = os.environ.get(CONV_LAYOUT, "SD") == "SD"
+        taps, channels = shapes[0] if is_tap_first else shapes[0][::-1]
+        parts = _channel_parts(kind, channels, shapes[-1], tp, num_groups)
+        if not parts:
+            return ()
+        axes = Extent.whole("tap", taps), _axis("channel", parts)
+        fields.append(Field("conv", dtypes[0], axes if is_tap_first else axes[::-1]))
+    if has_matrices:
+        heads, *inside = shapes[-1]
+        whole = (Extent.whole(f"inside {i}", size) for i, size in enumerate(inside))
+        fields.append(Field("state", dtypes[-1], (_axis("head", [_part(heads, tp)]), *whole)))
+    return () if any(field.nbytes % fields[-1].dtype.unit for field in fields) else tuple(fields)
+
+
+def _channel_parts(
+    kind: str, channels: int, matrices: tuple[int, ...], tp: tuple[int, int], groups: int | None
+) -> "list[Part]":
+    """What a convolution's channels are made of; nothing where that is not known."""
+    if kind == "SHORT_CONV" or (kind == "MAMBA1" and matrices[0] == channels):
+        return [_part(channels, tp)]
+    if kind not in ("MAMBA2", "GDN_ATTN") or len(matrices) != 3:
+        return []
+    inner = matrices[0] * matrices[1]
+    size, rest = divmod(channels - inner, 2)
+    if size < 1 or rest:
+        return []
+    if kind == "GDN_ATTN":
+        return [_part(size, tp), _part(size, tp), _part(inner, tp)]
+    shared = _group_part(size, matrices[2], tp, groups)
+    return [_part(inner, tp), shared, shared] if shared else []
+
+
+Part = tuple[int, int, int]
+"""Of a part of an axis: all of it, and from where to where this rank has it."""
+
+
+def _part(size: int, tp: tuple[int, int]) -> Part:
+    """A part that ranks share out evenly."""
+    rank, ranks = tp
+    return size * ranks, size * rank, size * (rank + 1)
+
+
+def _group_part(size: int, state: int, tp: tuple[int, int], num_groups: int | None) -> Part | None:
+    """The channels of groups: shared out where there are enough of them, and every rank has the
+    only one. vLLM adds groups where neither is so: None."""
+    if tp[1] == 1:
+        return size, 0, size
+    if num_groups == 1 and size == state:
+        return size, 0, size
+    is_even = num_groups is not None and size * tp[1] == num_groups * state
+    return _part(size, tp) if is_even else None
+
+
+def _axis(name: str, parts: Sequence[Part]) -> Extent:
+    """Parts one behind the other, of each of which this rank has some."""
+    starts = list(accumulate((part[0] for part in parts), initial=0))
+    pieces = tuple(
+        (start + lo, start + hi) for start, (_, lo, hi) in zip(starts, parts, strict=False)
+    )
+    return Extent(name, starts[-1], pieces)
 
 
 def _state_kernels(spec: Any) -> str:

@@ -15,11 +15,12 @@ from typing import Literal
 
 import numpy as np
 
-from kvstow.adapters.vllm.counts import NOT_NOTED_PROMPTS, NOT_STORED_ROWS
+from kvstow.adapters.vllm.counts import HINTS, NOT_NOTED_PROMPTS, NOT_STORED_ROWS
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
+    HintedRows,
     KeyedBlocks,
     KeysPresent,
     LoadBlocks,
@@ -85,6 +86,8 @@ class Recall(PrefixSource):
         processes' memory. A request that `has_tickets` takes its rows over."""
         if not request.shareable:
             return
+        for action, _ in request.hints:
+            self._engine.counts[f"{HINTS} {action or 'other'}"] += 1
         if keys.identity is not self._identity:
             sizes = {group.block_tokens for group in self._groups}
             keys = RequestKeys(self._identity, request, sizes, ahead=self._engine.ahead)
@@ -339,6 +342,12 @@ class Recall(PrefixSource):
             if ids[g][k] > 0
         )
         self._lost(left)
+        each_key = tuple(tuple(request.keys.of(g.block_tokens, num_tokens)) for g in self._groups)
+        self._engine.step.hints += [
+            HintedRows(action=action, seconds=seconds, keys=each_key)
+            for action, seconds in request.request.hints
+            if action is not None and action != "prefetch"
+        ]
 
     def _note(self, request: RecalledRequest, num_tokens: int) -> None:
         """Have the journal remember a prompt; one that is too slow costs prompts, not steps."""

@@ -5,5 +5,6 @@ part        the verbs of a part
 offers      blocks that stay for somebody with a ticket, and their counters that peers read
 pulls       rows of another engine, on their way into blocks of this one
 tiers       rows stored and loaded
+hints       rows that requests ask to keep, or to move out of the way
 peers       other engines: asked for prefixes, lent rows
 """

@@ -135,7 +135,7 @@ class WorkerSide:
                 after_steps=after_steps,
                 by_hand=by_hand,
             )
-            self._keepers.append(self._tiers)
+            self._keepers += [self._tiers, self._tiers.hints]
             if options.lend:
                 fresh = transport.fresh()
                 lender = RowServer(self._tiers.host, options, transport=fresh, name=name)

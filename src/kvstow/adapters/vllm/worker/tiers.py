@@ -36,6 +36,7 @@ from kvstow.adapters.vllm.protocol import (
     StoreBlocks,
 )
 from kvstow.adapters.vllm.scheduler.key_index import Level
+from kvstow.adapters.vllm.worker.hints import RowHints
 from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.errors import StoreError
 from kvstow.memory.allocate import node_of
@@ -239,6 +240,11 @@ class WorkerTiers(RankPart):
         self._look_ups = ThreadPoolExecutor(1, "kvstow-look-up") if self._remote else None
         self._answers: deque[KeysPresent] = deque()
         self._reasons: Counter[str] = Counter()
+
+    @property
+    def hints(self) -> RowHints:
+        """What requests ask for their rows. A step waits for no remote store."""
+        return RowHints(self.host, self._groups, [t for t in self._lower if t is not self._remote])
 
     def watch(self, telemetry: Telemetry) -> None:
         """Show the numbers of all tiers in a telemetry."""

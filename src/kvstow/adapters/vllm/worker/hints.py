@@ -1,0 +1,96 @@
+"""Rows that a request asks to keep, or to move out of the way (`kv_hints`), in one rank's tiers.
+
+    retain     as if they had been used just now
+    pin        not given up for so many seconds, while a quarter of host memory has room for them
+    demote     given up in host memory, once a tier below has them
+
+`prefetch` needs nothing here: a request that carries it is loaded like any other, and what it
+loads from below is in host memory from then on.
+"""
+
+from collections.abc import Generator, Sequence
+from time import monotonic
+
+import numpy as np
+
+from kvstow.adapters.vllm.protocol import HintedRows, StepOrders, StepResults
+from kvstow.adapters.vllm.worker.part import RankPart
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.tier import Tier, chosen, held_by_any
+
+LOOK_SECONDS = 0.5
+"""How often rows that are on their way are looked for."""
+
+DEMOTE_SECONDS = 60.0
+"""Rows that no tier below has by then stay."""
+
+PINNED_PART = 4
+
+
+class RowHints(RankPart):
+    """Hints of requests that have ended; each is a task until there is nothing left to do."""
+
+    def __init__(self, host: HostTier, groups: Sequence[int], lower: Sequence[Tier]) -> None:
+        self._host, self._groups, self._lower = host, groups, lower
+        self._tasks: list[Generator[None]] = []
+        self._pinned_bytes = 0
+        self._next_look = 0.0
+
+    def save(self, step: StepOrders) -> None:
+        for hint in step.hints:
+            match hint.action:
+                case "pin":
+                    self._tasks.append(self._pin(hint))
+                case "demote":
+                    self._tasks.append(self._demote(hint))
+                case _:
+                    self._tasks.append(self._retain(hint))
+
+    def report(self, results: StepResults) -> None:
+        if self._tasks and monotonic() >= self._next_look:
+            self._next_look = monotonic() + LOOK_SECONDS
+            self._tasks = [task for task in self._tasks if next(task, self) is not self]
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.close()
+        self._tasks = []
+
+    def _retain(self, hint: HintedRows) -> Generator[None]:
+        for group, keys in zip(self._groups, hint.keys, strict=True):
+            with self._host.held(group, keys):
+                pass  # a row that was read is the last to go
+        yield
+
+    def _pin(self, hint: HintedRows) -> Generator[None]:
+        until, pinned = monotonic() + hint.seconds, [set[int]() for _ in self._groups]
+        try:
+            while monotonic() < until:
+                for group, keys, own in zip(self._groups, hint.keys, pinned, strict=True):
+                    own.update(self._pin_some(group, keys, own))
+                yield
+        finally:
+            for group, own in zip(self._groups, pinned, strict=True):
+                self._host.unpin(group, np.array(sorted(own), np.int64))
+                self._pinned_bytes -= len(own) * self._host.layout.row_bytes(group)
+
+    def _pin_some(self, group: int, keys: Sequence[bytes], own: set[int]) -> list[int]:
+        """Pin rows of those keys that are here and not pinned, as far as there is room."""
+        nbytes = self._host.layout.row_bytes(group)
+        room = (self._host.layout.nbytes // PINNED_PART - self._pinned_bytes) // nbytes
+        with self._host.still():
+            here = self._host.ids(group, keys)
+            new = [id for id in here[here >= 0].tolist() if id not in own][: max(room, 0)]
+            self._host.pin(group, np.array(new, np.int64))
+        self._pinned_bytes += len(new) * nbytes
+        return new
+
+    def _demote(self, hint: HintedRows) -> Generator[None]:
+        until, left = monotonic() + DEMOTE_SECONDS, [list(keys) for keys in hint.keys]
+        while self._lower and any(left) and monotonic() < until:
+            for g, group in enumerate(self._groups):
+                if left[g]:
+                    is_below = held_by_any(self._lower, group, left[g])
+                    self._host.evict(group, chosen(left[g], is_below))
+                    left[g] = chosen(left[g], ~is_below)
+            yield
