@@ -170,7 +170,7 @@ def test_a_prefix_that_all_requests_share_is_counted_once():
     arguments = ("llama-3.1-8b", "--gpu", "h100", "--reserve", "3GiB")
     shared = size(*arguments, "--shared-tokens", "4096")
     assert shared["max_requests"] > 1.9 * size(*arguments)["max_requests"]
-    assert "8,192 tokens, the first 4,096 the same, fit" in shared["answer"]
+    assert "8,192 tokens that share the first 4,096 fit" in shared["answer"]
     assert invoke(*arguments, "--shared-tokens", "8192").exit_code == 2
 
 
@@ -180,6 +180,49 @@ def test_a_model_of_latents_and_experts_gets_replicas_that_share_the_experts():
     assert document["tp"] == 1
     assert "--enable-expert-parallel" in document["command"].replace("\\\n", "").split()
     assert "experts shared" in document["answer"]
+
+
+@pytest.mark.parametrize(
+    ("model", "served"),
+    [
+        ("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B"),
+        ("qwen3-235b-a22b-fp8", "Qwen/Qwen3-235B-A22B-FP8"),
+        ("nvidia/Llama-3.1-8B-Instruct-FP8", "nvidia/Llama-3.1-8B-Instruct-FP8"),
+    ],
+)
+def test_the_model_that_was_sized_is_the_one_that_is_served(model, served):
+    command = size(model, "--gpu", "h200", "--tp", "4")["command"]
+    assert command.split()[:3] == ["vllm", "serve", served]
+
+
+def test_weights_that_vllm_makes_narrower_when_it_loads_them_are_in_the_command():
+    arguments = ("qwen3-8b", "--gpu", "h100", "--weights-dtype")
+    assert "--quantization fp8" in size(*arguments, "fp8")["command"]
+    assert "--quantization" not in size(*arguments, "bfloat16")["command"]
+
+
+def test_a_store_takes_the_rows_of_all_requests_of_some_hours():
+    """128 KiB a token of Llama-3.1-8B; 500 blocks of 16, the first 100 once for all."""
+    row = 16 * 128 * 1024
+    arguments = ("llama-3.1-8b", "--requests-per-hour", "720", "--tokens", "8000")
+    document = size(*arguments, "--store-hours", "3", "--shared-tokens", "1610", "--tp", "2")
+    assert document["question"] == "store"
+    assert document["store_bytes"] == (3 * 720 * 400 + 100) * row
+    assert document["store_bytes_per_rank"] == document["store_bytes"] // 2
+    assert document["write_bytes_per_second"] == 400 * row * 720 // 3600
+    assert size(*arguments)["store_bytes"] == 24 * 720 * 500 * row
+    assert invoke(*arguments, "--gpu", "h100").exit_code == 2
+
+
+def test_of_windows_and_states_a_store_needs_what_the_next_token_sees():
+    short, long = (
+        size(model, "--requests-per-hour", "1", "--tokens", "4096")["bytes_per_request"]
+        for model in ("gpt-oss-20b", "mamba2-2.7b")
+    )
+    layers = 24 * 2 * 8 * 64 * 2  # bytes a token, half of the layers with a window of 128
+    assert short == layers // 2 * 4096 + layers // 2 * 128
+    assert long == size("mamba2-2.7b", "--requests-per-hour", "1")["bytes_per_request"]
+    assert "weights" not in invoke("glm-4.7-flash", "--requests-per-hour", "1").stdout
 
 
 def test_a_narrower_cache_that_the_checkpoint_names_is_in_the_answer(tmp_path):

@@ -82,6 +82,11 @@ Reserve = Annotated[
         show_default="a range",
     ),
 ]
+RequestsPerHour = Annotated[
+    int | None,
+    typer.Option(min=1, help="New requests of an hour; the answer is what a store of them takes."),
+]
+StoreHours = Annotated[int, typer.Option(min=1, help="Hours for which the store keeps them.")]
 MaybeTp = Annotated[
     int | None, typer.Option(min=1, help="Tensor-parallel ranks.", show_default="1, or searched")
 ]
@@ -139,12 +144,15 @@ def size(
     max_batched_tokens: MaxBatchedTokens = None,
     max_num_seqs: MaxNumSeqs = None,
     reserve: Reserve = None,
+    requests_per_hour: RequestsPerHour = None,
+    store_hours: StoreHours = 24,
 ) -> SizeReports:
     """How many requests fit on GPUs, or what a load needs.
 
     Weights, cache and what the engine takes are counted. With --gpu alone, shows how many requests
     fit. With --requests alone, how much memory they need. With both, the smallest cluster,
-    searched over tp, pp and replicas. Exits with 1 if not one request fits for certain.
+    searched over tp, pp and replicas. With --requests-per-hour, what a store on host or disk takes.
+    Exits with 1 if not one request fits for certain.
     """
     from kvstow.plan.sizing.cluster import PP, TP, Gpu, Load
     from kvstow.plan.sizing.reports import SizeQuestion, size_report
@@ -160,6 +168,12 @@ def size(
         )
     for each in kv_dtypes:
         Deployment(model=model, kv_dtype=each).facts()
+    if requests_per_hour is not None and (gpu or requests):
+        refuse(
+            "--requests-per-hour asks for a store on host or disk\n\n"
+            "hint: leave --gpu and --requests out",
+            code=MISUSED,
+        )
     with usage(PlanError):
         gpus = [None] if gpu is None else [Gpu.parse(each) for each in gpu.split(",")]
         question = SizeQuestion(
@@ -170,7 +184,7 @@ def size(
                 block_tokens=block_tokens,
                 kv_dtype=kv_dtypes[0],
             ),
-            weights=model_weights(model, weights_dtype, weights_bytes),
+            weights=model_weights(model, weights_dtype, 0 if requests_per_hour else weights_bytes),
             load=Load(tokens=tokens, shared_tokens=shared_tokens, requests=requests),
             output_tokens=output_tokens,
             engine=Engine(
@@ -184,5 +198,7 @@ def size(
             dp=dp,
             tps=TP if tp is None else (tp,),
             pps=PP if pp is None else (pp,),
+            requests_per_hour=requests_per_hour,
+            store_hours=store_hours,
         )
     return SizeReports([size_report(replace(question, gpu=each)) for each in gpus])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from kvstow.plan.layout import NULL_SLABS, Layout
-from kvstow.plan.retention import Full
+from kvstow.plan.retention import Full, seen_blocks
 from kvstow.plan.view import ceil_div
 
 PREFILL_TOKENS = 2048
@@ -33,6 +33,19 @@ def fixed_bytes(layout: Layout) -> int:
         (rows.group.rows_bound(in_flight=1) or 0) * layout.row_stride(g)
         for g, rows in enumerate(layout.groups)
     )
+
+
+def stored_bytes(layout: Layout, num_tokens: int, shared_tokens: int = 0) -> tuple[int, int]:
+    """Bytes of the rows that whoever goes on from `num_tokens` needs: of each request, and of the
+    first `shared_tokens` of all, which are there once."""
+    each = once = 0
+    for g, rows in enumerate(layout.groups):
+        group = rows.group
+        blocks = len(seen_blocks(group.retention, num_tokens, group.block_tokens))
+        shared = shared_tokens // group.block_tokens if isinstance(group.retention, Full) else 0
+        each += (blocks - shared) * layout.row_bytes(g)
+        once += shared * layout.row_bytes(g)
+    return each, once
 
 
 def bytes_per_token(layout: Layout) -> Fraction:

@@ -3,7 +3,7 @@
 plan_figures       a plan: `kvstow plan`
 catalogue_figures  one line of `kvstow models`
 size_report        what `kvstow size` answers: how many requests fit on GPUs, how much memory a load
-                   needs, or the fewest GPUs for it
+                   needs, the fewest GPUs for it, or what a store of all requests takes
 """
 
 import re
@@ -28,6 +28,7 @@ from kvstow.plan.sizing.capacity import (
     max_requests,
     max_tokens,
     request_bytes,
+    stored_bytes,
 )
 from kvstow.plan.sizing.cluster import (
     PP,
@@ -208,6 +209,11 @@ def plain(number: Fraction) -> int | float:
 SHOWN = 8
 """Clusters that are listed as text; JSON has all."""
 
+EXPERTS_SHARED = (
+    "e: experts shared among the replicas, attention on each. Not counted: buffers of\n"
+    "their exchange, and experts that are read more often than others."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SizeQuestion:
@@ -226,6 +232,8 @@ class SizeQuestion:
     dp: int | None = None
     tps: tuple[int, ...] = TP
     pps: tuple[int, ...] = PP
+    requests_per_hour: int | None = None
+    store_hours: int = 24
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens < self.load.tokens:
@@ -322,7 +330,7 @@ class SizeQuestion:
     def requests_of(self, requests: int) -> str:
         """`200 requests of 8,192 tokens`."""
         shared = self.load.shared_tokens
-        prefix = f", the first {shared:,} the same," if shared else ""
+        prefix = f" that share the first {shared:,}" if shared else ""
         return f"{plural(requests, 'request')} of {self.load.tokens:,} tokens{prefix}"
 
     def gpus(self, sizing: Sizing) -> str:
@@ -342,13 +350,16 @@ class SizeQuestion:
 
     def basis(self) -> str:
         """What the answer rests on."""
-        text = (
-            f"weights: {human(self.weights.nbytes)}, {self.weights.how}, in equal parts for "
-            "layers and ranks: an estimate."
-        )
-        if self.loaded_bytes > self.weights.nbytes:
-            text += f" Padded for the kernels, they take {human(self.loaded_bytes)}."
-        return "\n".join(map(_wrapped, (text, *(f"note: {each}" for each in self.notes))))
+        texts = [f"note: {each}" for each in self.notes]
+        if self.requests_per_hour is None:
+            padded = f" Padded for the kernels, they take {human(self.loaded_bytes)}."
+            texts.insert(
+                0,
+                f"weights: {human(self.weights.nbytes)}, {self.weights.how}, in equal parts for "
+                "layers and ranks: an estimate."
+                + (padded if self.loaded_bytes > self.weights.nbytes else ""),
+            )
+        return "\n".join(map(_wrapped, texts))
 
     def command(self, sizing: Sizing) -> str:
         """The vLLM command that serves it so."""
@@ -361,6 +372,7 @@ class SizeQuestion:
             "max-model-len": self.load.tokens,
             "gpu-memory-utilization": engine.utilization,
             "kv-cache-dtype": split.kv_dtype and _vllm_dtype(split.kv_dtype),
+            "quantization": "fp8" if self.weights.dtype == "fp8" else None,
             "block-size": split.block_tokens,
             "max-num-batched-tokens": engine.max_batched_tokens,
             "max-num-seqs": engine.max_num_seqs,
@@ -371,8 +383,12 @@ class SizeQuestion:
     def _repository(self) -> str:
         """Where the model is: its own path, or the repository that the catalogue names."""
         model = self.deployment.model
-        named = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", source_of(self.config.name))
-        return named[1] if named else str(model if isinstance(model, str) else self.config.name)
+        name = model if isinstance(model, str) else self.config.name
+        repository = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", source_of(self.config.name))
+        if repository is None or "/" in name:
+            return name
+        is_other = name.lower().endswith("-fp8") and not repository[1].lower().endswith("-fp8")
+        return repository[1] + ("-FP8" if is_other else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,7 +396,7 @@ class SizeReport:
     """An answer in a sentence, its figures by their keys in JSON, and further text."""
 
     question: SizeQuestion
-    asked: Literal["fit", "memory", "cluster"]
+    kind: Literal["fit", "memory", "cluster", "store"]
     answer: str
     fits: bool
     figures: dict[str, Any]
@@ -388,7 +404,7 @@ class SizeReport:
     command: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        document = {"question": self.asked, "answer": self.answer, "fits": self.fits}
+        document = {"question": self.kind, "answer": self.answer, "fits": self.fits}
         command = {} if self.command is None else {"command": self.command}
         return document | self.question.as_json() | self.figures | command
 
@@ -398,7 +414,9 @@ class SizeReport:
 
 
 def size_report(question: SizeQuestion) -> SizeReport:
-    """The answer: what fits on a GPU, what requests need, or the fewest GPUs for them."""
+    """The answer: what fits on a GPU, what requests need, the fewest GPUs for them, or a store."""
+    if question.requests_per_hour is not None:
+        return _store(question, question.requests_per_hour)
     if question.gpu is None:
         return _memory(question)
     return _fit(question, question.gpu) if question.load.requests is None else _cluster(question)
@@ -422,7 +440,7 @@ def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
         parts.insert(0, counts)
     return SizeReport(
         question=question,
-        asked="fit",
+        kind="fit",
         answer=_fitting(question, low, high) + question.narrower_cache(),
         fits=low.max_requests > 0,
         figures={
@@ -491,7 +509,7 @@ def _memory(question: SizeQuestion) -> SizeReport:
     split = question.deployment
     return SizeReport(
         question=question,
-        asked="memory",
+        kind="memory",
         answer=answer + question.narrower_cache(),
         fits=True,
         figures={
@@ -509,19 +527,19 @@ def _memory(question: SizeQuestion) -> SizeReport:
 
 def _cluster(question: SizeQuestion) -> SizeReport:
     """The splits that carry a load, fewest GPUs first."""
-    found, load = question.clusters(), question.requests_of(question.load.requests or 1)
-    figures: dict[str, Any] = {"clusters": [_split(each) for each in found]}
-    if not found:
+    splits, load = question.clusters(), question.requests_of(question.load.requests or 1)
+    figures: dict[str, Any] = {"clusters": [_split(each) for each in splits]}
+    if not splits:
         name = "GPU" if question.gpu is None else question.gpu.name
         return SizeReport(
             question=question,
-            asked="cluster",
+            kind="cluster",
             answer=f"no split that was tried has room on {name} for {load}.",
             fits=False,
             figures=figures,
             parts=(),
         )
-    best = found[0]
+    best = splits[0]
     answer = (
         f"{question.gpus(best)} {'is' if best.num_gpus == 1 else 'are'} the fewest for {load} "
         f"at once; {best.max_requests:,} would fit."
@@ -538,13 +556,13 @@ def _cluster(question: SizeQuestion) -> SizeReport:
             human(each.limiting.cache_bytes),
             f"{each.max_requests:,}",
         )
-        for each in found[:SHOWN]
+        for each in splits[:SHOWN]
     ]
-    shared = any(each.shares_experts for each in found[:SHOWN])
-    legend = ["e: experts shared among the replicas, attention on each"] if shared else []
+    shared = any(each.shares_experts for each in splits[:SHOWN])
+    legend = [EXPERTS_SHARED] if shared else []
     return SizeReport(
         question=question,
-        asked="cluster",
+        kind="cluster",
         answer=answer + question.narrower_cache(),
         fits=True,
         figures={
@@ -555,6 +573,39 @@ def _cluster(question: SizeQuestion) -> SizeReport:
         },
         parts=("\n\n".join((table(columns, rows), *legend)), *_repeated(best)),
         command=question.command(best),
+    )
+
+
+def _store(question: SizeQuestion, per_hour: int) -> SizeReport:
+    """What the rows of all requests of some hours take on host or disk, every rank with its own."""
+    load, hours, tp = question.load, question.store_hours, question.deployment.tp
+    requests = hours * per_hour
+    stages = replace(question.deployment, memory=None, num_slabs=2).stages()
+    parts = [stored_bytes(each.layout(), load.tokens, load.shared_tokens) for each in stages]
+    each, shared = (tp * sum(column) for column in zip(*parts, strict=True))
+    nbytes, rate = requests * each + shared, each * per_hour // 3600
+    rank = max(requests * part + common for part, common in parts)
+    answer = (
+        f"{question.requests_of(requests)} ({hours:,} hours of {per_hour:,} an hour) take "
+        f"{human(nbytes)} on host or disk: {human(each)} each, {human(rate)} written per second."
+    )
+    if len(parts) * tp > 1:
+        answer += f" At most {human(rank)} of it are a rank's."
+    return SizeReport(
+        question=question,
+        kind="store",
+        answer=answer,
+        fits=True,
+        figures={
+            "requests_per_hour": per_hour,
+            "hours": hours,
+            "store_bytes": nbytes,
+            "store_bytes_per_rank": rank,
+            "bytes_per_request": each,
+            "shared_bytes": shared,
+            "write_bytes_per_second": rate,
+        },
+        parts=(),
     )
 
 

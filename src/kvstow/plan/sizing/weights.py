@@ -71,12 +71,13 @@ _SCALES = Fraction(1, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Bytes of all weights, in a few words where the number is from, and which part of them is
-    routed experts."""
+    """Bytes of all weights, in a few words where the number is from, which part of them is
+    routed experts, and the dtype of the layers, where it is not the checkpoint's."""
 
     nbytes: int
     how: str
     expert_part: Fraction = Fraction(0)
+    dtype: str | None = None
 
 
 class Parameters(NamedTuple):
@@ -95,30 +96,31 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
     """
     config = load_model(model)
     known = published(config.name)
-    try:
-        counted, why = parameters(config), ""
-    except ModelError as error:
-        counted, why = None, str(error).partition("\n")[0].removeprefix(f"{config.name}: ")
     part = Fraction(known.get("experts", 0), known.get("parameters", 1))
-    if counted is not None:
-        part = Fraction(counted.experts, sum(counted))
+    count, why = None, ""
+    try:
+        count = parameters(config)
+        part = Fraction(count.experts, sum(count))
+    except ModelError as error:
+        why = str(error).partition("\n")[0].removeprefix(f"{config.name}: ")
+
+    def weights(nbytes: int, how: str) -> Weights:
+        return Weights(nbytes=nbytes, how=how, expert_part=part, dtype=dtype)
+
     if nbytes is not None:
-        return Weights(nbytes=nbytes, how="as given", expert_part=part)
-    nbytes = 0 if dtype else _file_bytes(model)
-    if nbytes:
-        return Weights(nbytes=nbytes, how="the size of the weight files", expert_part=part)
+        return weights(nbytes, "as given")
+    if not dtype and (nbytes := _file_bytes(model)):
+        return weights(nbytes, "the size of the weight files")
     own = Fraction(own_dtype(config).bits, 8)
     each, how = (
         (weight_bytes(dtype), f", layers in {dtype}") if dtype else _layer_bytes(config, own)
     )
-    if counted is not None:
-        vision = counted.vision
-        how += f", {_spoken(vision)} of them in its vision tower" if vision else ""
+    if count is not None:
+        how += f", {_spoken(count.vision)} of them in its vision tower" if count.vision else ""
         how += ", draft layers left out" if any(config.facts.get(key) for key in _DRAFT) else ""
-        layers = (counted.layers + counted.experts) * each
-        nbytes = round(layers + (counted.embeddings + vision) * own)
-        how = f"{_spoken(sum(counted))} counted from config{how}"
-        return Weights(nbytes=nbytes, how=how, expert_part=part)
+        layers = (count.layers + count.experts) * each
+        nbytes = round(layers + (count.embeddings + count.vision) * own)
+        return weights(nbytes, f"{_spoken(sum(count))} counted from config{how}")
     if "parameters" not in known:
         raise config.error(
             f"the size of the weights is not known: no weight files, and {why}",
@@ -126,8 +128,7 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
         )
     nbytes = 0 if dtype else known.get("weights_bytes", 0)
     nbytes = nbytes or round(known["parameters"] * each)
-    how = f"{_spoken(known['parameters'])} as published{how}"
-    return Weights(nbytes=nbytes, how=how, expert_part=part)
+    return weights(nbytes, f"{_spoken(known['parameters'])} as published{how}")
 
 
 def weight_bytes(dtype: str) -> Fraction:
