@@ -37,16 +37,11 @@ def test_what_all_ranks_of_the_source_lack_is_said_once():
     assert all(line.startswith("source 0, 1, 2, 3: ") for line in result.stderr[7:].splitlines())
 
 
-def test_heads_outermost_on_both_sides_is_the_cheapest_for_different_tp():
-    found = document("llama-3.1-70b@tp=8", "llama-3.1-70b@tp=4")
-    both = next(best for best in found["cheapest"] if best["change"] == "both")
-    assert both["orders"] == ["BHLNC", "BHLNC"]
-    assert both["moves_per_block"] == 2
-
-
-def test_an_order_is_proposed_only_where_it_is_cheaper():
-    found = document("llama-3.1-8b", "llama-3.1-8b")
-    assert all(best["orders"] == found["orders"] for best in found["cheapest"])
+@pytest.mark.parametrize("order", ["LBHNC", "BLNHC"])
+def test_no_change_is_advised_that_needs_more_moves(order):
+    """Slots cost no more for more moves, and direct reads do: 2,048 moves looked quicker than 32."""
+    found = document(f"llama-3.1-8b@order={order}", "llama-3.1-8b@tp=2", "--link", "ib400")
+    assert all(best["request_moves"] <= found["request"]["moves"] for best in found["cheapest"])
 
 
 def test_the_time_is_moves_and_bytes_at_the_stated_rates():

@@ -16,8 +16,7 @@ from kvstow.plan.retention import Full, Window
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Run
 from kvstow.render import text
-from kvstow.render.bars import Bar, are_rows, short_name
-from kvstow.render.text import Ruler, rows_picture, slab_picture
+from kvstow.render.text import Bar, Ruler, are_rows, rows_picture, short_name, slab_picture
 from planning import attention, layouts, recurrent
 
 
@@ -174,7 +173,7 @@ def test_very_long_names_leave_room_for_the_picture():
 def bars(names, *, parts=()):
     """Bars of equal length on 100 bytes."""
     each = 100 // len(names)
-    return [Bar(Run(i * each, each), "", name, parts) for i, name in enumerate(names)]
+    return [Bar(Run(i * each, each), name, parts) for i, name in enumerate(names)]
 
 
 def test_a_ruler_names_as_many_bars_as_fit_at_even_steps():

@@ -143,8 +143,7 @@ class PlanReport:
         return "\n\n".join(self._parts())
 
     def _parts(self) -> Iterator[str]:
-        from kvstow.render.bars import are_rows
-        from kvstow.render.text import rows_picture, slab_picture
+        from kvstow.render.text import are_rows, rows_picture, slab_picture
 
         layout = self.plan.layout
         yield self._heading()

@@ -163,7 +163,8 @@ class RouteReport:
         self, present: tuple[Order, Order]
     ) -> "Iterator[tuple[str, tuple[Order, Order], RequestPrice]]":
         """The quickest orders by the way that an agent takes, where one side's may change, or both;
-        the present ones, where none is quicker."""
+        the present ones, where none is quicker. Orders of more moves are no advice: slots hide what
+        gathering them costs."""
         changes: dict[str, list[tuple[Order, Order]]] = {
             "from": [(order, present[1]) for order in ORDERS],
             "to": [(present[0], order) for order in ORDERS],
@@ -171,7 +172,8 @@ class RouteReport:
         }
         prices = {pair: self._reordered(*pair) for pair in {present, *chain(*changes.values())}}
         for change, pairs in changes.items():
-            best = min((present, *pairs), key=lambda pair: prices[pair].seconds)
+            fewer = [pair for pair in pairs if prices[pair].copies <= prices[present].copies]
+            best = min((present, *fewer), key=lambda pair: prices[pair].seconds)
             yield change, best, prices[best]
 
     def _reordered(self, here: Order, there: Order) -> "RequestPrice":
@@ -248,12 +250,12 @@ class RouteReport:
         from kvstow import __version__
         from kvstow.render.data import group_records
         from kvstow.render.page import page
-        from kvstow.render.svg import layout_svg
+        from kvstow.render.text import slab_picture
 
         routes = {f"rank {self.source.ranks[each.place]}": each.route for each in self.routes}
         groups = group_records(routes, self.layout)
         data = {"kvstow": __version__, "cost": self._facts, "groups": groups}
-        title, still = f"{self.layout.model}: route", layout_svg(self.layout)
+        title, still = f"{self.layout.model}: route", slab_picture(self.layout)
         return page(title, data, ("route.js",), still=still)
 
 

@@ -1,8 +1,6 @@
-"""Layouts, routes and simulations made visible: in a terminal, as SVG, as pages.
+"""Layouts, routes and simulations made visible: in a terminal, as pages.
 
-bars           what pictures of a layout show, line by line
 text           rows and slabs to scale, as lines of text
-svg            a layout as one picture
 page           self-contained HTML: markup, style, script and numbers in one file
 data           what pages draw from: layouts, routes, simulations
 plan_page      the page of `kvstow plan`: one model, planned many times over

@@ -21,7 +21,7 @@ from kvstow.plan.sizing.plan import Plan, RankLayers
 from kvstow.plan.sizing.reports import descriptors, padding_fractions, per_layer_figures
 from kvstow.render.data import Index, layout_record
 from kvstow.render.page import page
-from kvstow.render.svg import layout_svg
+from kvstow.render.text import slab_picture
 
 PLAN_SCRIPTS = ("layout.js", "zoom.js", "compare.js", "plan.js")
 TP = (1, 2, 4, 8)
@@ -48,7 +48,7 @@ def plan_page(plan: Plan, progress: Progress = lambda done, total: None) -> str:
     """The page: this layout and its neighbours, drawn; a still picture without scripts."""
     held, layout = plan.held, plan.layout
     data = plan_data(held, layout.order, plan.deployment.packing, progress)
-    return page(f"{layout.model}: KV cache layout", data, PLAN_SCRIPTS, still=layout_svg(layout))
+    return page(f"{layout.model}: KV cache layout", data, PLAN_SCRIPTS, still=slab_picture(layout))
 
 
 def plan_data(

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
-from kvstow.plan.layout import Layout
-from kvstow.render.bars import Bar, group_bars, has_slabs, page_bars, picture_title
+from kvstow.plan.layout import Layout, Placement, page_runs
+from kvstow.plan.spec import LayerSpec
+from kvstow.plan.view import Run
 from kvstow.text import plural
 
 WIDTH = 80
@@ -26,16 +27,21 @@ def slab_picture(layout: Layout, *, width: int = WIDTH) -> str:
 
     Where nothing passes between groups, or blocks are not rows, the whole arena.
     """
-    if not has_slabs(layout):
-        counts = [plural(layout.num_blocks(g), "block") for g in range(len(layout.groups))]
-        bars = [group_bars(layout, g) for g in range(len(layout.groups))]
-        return _picture(layout, picture_title(layout), counts, bars, layout.nbytes, width)
-    counts = [plural(rows.rows_per_slab, "row") for rows in layout.groups]
-    bars = [
-        (page_bars if rows.rows_per_slab == 1 else group_bars)(layout, g)
-        for g, rows in enumerate(layout.groups)
-    ]
-    return _picture(layout, picture_title(layout), counts, bars, layout.slab_bytes, width)
+    rows = layout.groups
+    if has_slabs(layout):
+        what = "the groups take turns owning slabs" if len(rows) > 1 else "one row"
+        title = f"one slab, {layout.slab_bytes:,} bytes: {what}"
+        counts = [plural(each.rows_per_slab, "row") for each in rows]
+        bars = [
+            (_page_bars if each.rows_per_slab == 1 else _row_bars)(layout, g)
+            for g, each in enumerate(rows)
+        ]
+        return _picture(layout, title, counts, bars, layout.slab_bytes, width)
+    what = "every group has its own part" if are_rows(layout) else "a block is in several places"
+    title = f"the arena, {layout.nbytes:,} bytes: {what}"
+    counts = [plural(layout.num_blocks(g), "block") for g in range(len(rows))]
+    bars = [_part_bars(layout, g) for g in range(len(rows))]
+    return _picture(layout, title, counts, bars, layout.nbytes, width)
 
 
 def rows_picture(layout: Layout, *, width: int = WIDTH) -> str:
@@ -43,8 +49,113 @@ def rows_picture(layout: Layout, *, width: int = WIDTH) -> str:
     longest = max(layout.row_stride(g) for g in range(len(layout.groups)))
     title = f"one row of each group, the longest {longest:,} bytes"
     counts = [plural(len(rows.group.layers), "page") for rows in layout.groups]
-    bars = [page_bars(layout, g) for g in range(len(layout.groups))]
+    bars = [_page_bars(layout, g) for g in range(len(layout.groups))]
     return _picture(layout, title, counts, bars, longest, width)
+
+
+def are_rows(layout: Layout) -> bool:
+    """Whether every block of every group is one piece."""
+    return all(len(footprint.strips) == 1 for footprint in layout.footprints)
+
+
+def has_slabs(layout: Layout) -> bool:
+    """Whether one slab tells all: blocks are rows, and every slab may be any group's."""
+    return are_rows(layout) and len(layout.sharing) == 1
+
+
+# ── bars: what a line shows ───────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Some bytes of a line, and what they are."""
+
+    run: Run
+    names: tuple[str, ...] = ()
+    """In full and in brief; none where a name would be one too many."""
+    parts: tuple[str, ...] = ()
+    """What it consists of, named behind its full name as far as there is room."""
+    is_padding: bool = False
+
+
+def short_name(layer: LayerSpec) -> str:
+    """`L3` for the third layer's caches, whatever they are called; else the name's end."""
+    parts = layer.name.split(".")
+    number = next((part for part in parts if part.isdecimal()), None)
+    return parts[-1][:8] if number is None else f"L{number}"
+
+
+def _page_bars(layout: Layout, g: int) -> list[Bar]:
+    """The pages of one row; where heads are outermost in it, the heads, each of all layers."""
+    base = layout.footprints[g].strips[0].offset
+    bars, names, end = list[Bar](), set[str](), 0
+    for run, name in sorted(_heads(layout, g) or _pages(layout, g)):
+        at = run.offset - base
+        bars += _padding(end, at)
+        bars.append(Bar(Run(at, run.nbytes), () if name in names else (name,)))
+        names.add(name)
+        end = at + run.nbytes
+    return bars + _padding(end, layout.row_stride(g))
+
+
+def _pages(layout: Layout, g: int) -> list[tuple[Run, str]]:
+    rows = layout.groups[g]
+    return [
+        (run, short_name(layer))
+        for layer, page in zip(rows.group.layers, rows.placements, strict=True)
+        for run in page_runs(layer, page)
+    ]
+
+
+def _heads(layout: Layout, g: int) -> list[tuple[Run, str]]:
+    """Layers of equally many heads lie together."""
+    rows, first = layout.groups[g], dict[int, Placement]()
+    for layer, page in zip(rows.group.layers, rows.placements, strict=True):
+        first.setdefault(layer.heads.size, page[0])
+    if layout.order != "BHLNC" or max(first) == 1:
+        return []
+    return [
+        (Run(page.offset + h * page.head_stride, page.head_stride), f"H{h}")
+        for size, page in first.items()
+        for h in range(size)
+    ]
+
+
+def _row_bars(layout: Layout, g: int) -> list[Bar]:
+    """The rows of one slab."""
+    nbytes, stride = layout.row_bytes(g), layout.row_stride(g)
+    bars: list[Bar] = []
+    for row in range(layout.groups[g].rows_per_slab):
+        start = row * stride
+        parts = () if row else _layer_names(layout, g)
+        bars.append(Bar(Run(start, nbytes), (f"row {row}", str(row)), parts))
+        bars += _padding(start + nbytes, start + stride)
+    return bars
+
+
+def _part_bars(layout: Layout, g: int) -> list[Bar]:
+    """A group's parts of the arena: one where blocks are rows, else one per layer or head."""
+    rows = layout.groups[g]
+    strips = sorted(layout.footprints[g].strips, key=lambda strip: strip.offset)
+    runs = [Run(strip.offset, strip.stride * strip.count) for strip in strips]
+    if len(runs) == 1:
+        return [Bar(runs[0], ("rows",), _layer_names(layout, g))]
+    names = {
+        page[0].offset: (short_name(layer),)
+        for layer, page in zip(rows.group.layers, rows.placements, strict=True)
+    }
+    return [Bar(run, names.get(run.offset, ())) for run in runs]
+
+
+def _layer_names(layout: Layout, g: int) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(short_name, layout.groups[g].group.layers)))
+
+
+def _padding(start: int, end: int) -> list[Bar]:
+    return [Bar(Run(start, end - start), is_padding=True)] if start < end else []
+
+
+# ── lines ─────────────────────────────────────────────────────────────────────────────
 
 
 def _picture(
