@@ -177,3 +177,12 @@ def test_a_request_too_long_for_the_arena_is_answered_with_what_helps(tmp_path: 
     assert result.exit_code == 1
     assert "release a request" not in result.stderr
     assert "hint: " in result.stderr
+
+
+def test_where_more_requests_arrive_than_are_served_it_says_how_many_are() -> None:
+    shape = ["simulate", "llama-3.1-8b", "--memory", "1GiB", "--requests", "100"]
+    shown = " ".join(CliRunner().invoke(app, shape).stdout.split())
+    rate = re.search(r"keeps up with about ([0-9.]+) per second", shown)[1]
+    assert float(rate) < 4
+    slower = CliRunner().invoke(app, [*shape, "--rate", str(float(rate) / 2)]).stdout
+    assert "keeps up" not in slower

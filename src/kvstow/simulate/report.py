@@ -9,6 +9,9 @@ from kvstow.plan.view import ceil_div
 from kvstow.simulate.replay import Pace, ReplayRecord, ReplaySample, shares
 from kvstow.text import human, plural, table
 
+MOST_WAITING = 0.2
+"""The part of the time in which requests may wait before they are more than can be served."""
+
 ASSUMED = " These rates are assumed: give those of your engine."
 
 
@@ -87,7 +90,18 @@ class SimulationReport:
         head = f"{self.model}: {plural(self.num_requests, 'request')} of {self.trace}, {when}"
         pace = f"{self.pace}{ASSUMED if self.pace == Pace() else ''}"
         figures = table(("", *self.policies), self.lines())
-        return "\n".join([head, "", figures, "", *wrap(pace, 80)])
+        return "\n".join([head, "", figures, "", *wrap(pace, 80), *wrap(self._overload(), 80)])
+
+    def _overload(self) -> str:
+        """How many requests per second the first policy keeps up with, where more arrive."""
+        first = next(iter(self.policies.values()))
+        if self.rate == float("inf") or first.waiting < MOST_WAITING:
+            return ""
+        served = first.completed / max(first.seconds, 1e-9)
+        return (
+            f"More requests arrive than it serves: it keeps up with about {served:.2g} per second. "
+            "Try that --rate, or more --memory."
+        )
 
     def lines(self) -> list[tuple[str, ...]]:
         """Every figure by its name, with a text for each policy."""
