@@ -116,13 +116,11 @@ class Ledger:
         nothing may be used.
         """
         slot = int(self._requests.slots(request)[0])
-        return {g: self._marked(g, table.blocks(slot)) for g, table in enumerate(self._tables)}
-
-    def _marked(self, g: int, blocks: Blocks) -> Blocks:
-        if not self.pool.num_suspect(g):
-            return blocks
-        suspect = self.pool.suspect(g, blocks.ids)
-        return Blocks(blocks.ids, blocks.index, partial=blocks.index[suspect])
+        listed = {g: table.blocks(slot) for g, table in enumerate(self._tables)}
+        return {
+            g: Blocks(each.ids, each.index, partial=each.index[self.pool.suspect(g, each.ids)])
+            for g, each in listed.items()
+        }
 
     def hit_tokens(self, prompt: Prompt) -> int:
         """How many tokens of the prompt need not be computed, if it were admitted now."""
@@ -316,12 +314,8 @@ class Ledger:
         table = self._growing[g]
         hashes = source.prompt.hashes(table.block_tokens)[first:end]
         rows = table.ids(slot, first, end)
-        if self.pool.num_suspect(g):
-            usable = ~self.pool.suspect(g, rows)
-            rows, hashes = rows[usable], hashes[usable]
-        if len(rows):
-            stored = self.prefixes.store(g, rows, hashes, source)
-            self.pool.keep(g, stored)
+        usable = ~self.pool.suspect(g, rows)
+        self.pool.keep(g, self.prefixes.store(g, rows[usable], hashes[usable], source))
 
     # A state is somewhere only after all its tokens and before the next one. So a checkpoint is
     # made when a request that stands at a multiple of `block_tokens` goes on: the engine copies the

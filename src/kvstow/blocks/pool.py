@@ -135,9 +135,6 @@ class Pool:
         of it, or it is `unknown`. It cannot be kept."""
         return self._states(group, ids) >= PARTIAL
 
-    def num_suspect(self, group: int) -> int:
-        return self._of[group][1].num_suspect
-
     def unknown(self, group: int, ids: npt.ArrayLike) -> Bools:
         """Whether each row holds nothing that anybody may use: a pull writes to it, or has failed,
         since it was given out."""
@@ -209,7 +206,7 @@ class Pool:
         slabs, rows = self._of[group]
         ids, times = _each_once(rows.existing(ids))
         left = rows.refs[ids] - times
-        least = rows.state[ids] == QUARANTINED if rows.num_suspect else 0
+        least = rows.state[ids] == QUARANTINED
         rows.check_none(ids, left < least, "is released more often than it is held")
         rows.refs[ids] = left
         if np.count_nonzero(left):
@@ -228,10 +225,8 @@ class Pool:
         rows = self._of[group][1]
         ids = rows.existing(ids)
         rows.check_none(ids, rows.refs[ids] == 0, "is not held")
-        if rows.num_suspect:
-            suspect = rows.state[ids] >= PARTIAL
-            what = "was quarantined, its content is not known and not kept"
-            rows.check_none(ids, suspect, what)
+        what = "was quarantined, its content is not known and not kept"
+        rows.check_none(ids, rows.state[ids] >= PARTIAL, what)
         rows.state[ids] = KEPT
 
     def forget(self, group: int, ids: npt.ArrayLike) -> None:
@@ -255,7 +250,7 @@ class Pool:
         ids = np.unique(rows.existing(ids))
         rows.check_none(ids, rows.refs[ids] == 0, "is not held")
         self.forget(group, ids)
-        rows.mark(ids[rows.state[ids] != QUARANTINED], UNKNOWN)
+        rows.state[ids[rows.state[ids] != QUARANTINED]] = UNKNOWN
 
     def trust(self, group: int, ids: npt.ArrayLike, whole: Bools | None = None) -> None:
         """The rows hold what their request needs; those that are `whole`, all of them if not
@@ -263,17 +258,16 @@ class Pool:
         self.check_thread()
         rows = self._of[group][1]
         ids = rows.existing(ids)
-        filled = np.unique(ids if whole is None else ids[whole])
+        filled = ids if whole is None else ids[whole]
         state = rows.state[filled]
-        rows.mark(filled[(state == PARTIAL) | (state == UNKNOWN)], NEW)
+        rows.state[filled[(state == PARTIAL) | (state == UNKNOWN)]] = NEW
         rows.state[ids[rows.state[ids] == UNKNOWN]] = PARTIAL
 
     def inherit(self, group: int, source: int, row: int) -> None:
-        """A held row gets a copy of `source`: it is `unknown`, or `suspect`, if that is."""
-        if self.suspect(group, source):
-            self.distrust(group, row)
-            if not self.unknown(group, source):
-                self.trust(group, row, np.zeros(1, np.bool_))
+        """A new row gets a copy of `source`: it is `unknown`, or `suspect`, if that is."""
+        state = self._of[group][1].state
+        if state[source] >= PARTIAL:
+            state[row] = min(state[source], UNKNOWN)
 
     def quarantine(self, group: int, ids: npt.ArrayLike) -> None:
         """Keep held rows out of use, whoever releases them, until `unquarantine`.
@@ -286,7 +280,7 @@ class Pool:
         ids = np.unique(rows.existing(ids))
         rows.check_none(ids, rows.state[ids] == QUARANTINED, "is in quarantine already")
         self.distrust(group, ids)
-        rows.mark(ids, QUARANTINED)
+        rows.state[ids] = QUARANTINED
         rows.generations[ids] += 1
         rows.refs[ids] += 1
 
@@ -297,7 +291,7 @@ class Pool:
         rows = self._of[group][1]
         ids = np.unique(rows.existing(ids))
         rows.check_none(ids, rows.state[ids] != QUARANTINED, "is not in quarantine")
-        rows.mark(ids, UNKNOWN)
+        rows.state[ids] = UNKNOWN
         rows.generations[ids] += 1
         self.release(group, ids)
 

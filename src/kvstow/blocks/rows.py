@@ -255,7 +255,6 @@ class GroupRows:
         self.brief = np.zeros(num_slabs, np.int64)
         self.num_busy = 0
         self.num_held = 0
-        self.num_suspect = 0
         levels = [n.bit_length() for n in range(per_slab + 1)]
         self._level = np.array([levels, [n and n + self.top for n in levels]], np.int64)
 
@@ -294,14 +293,6 @@ class GroupRows:
     def cached_rows_of(self, slabs: Ints) -> Ints:
         ids = self.rows_of(slabs)
         return ids[self.cached.has(ids)]
-
-    # ── states ────────────────────────────────────────────────────────────────────
-
-    def mark(self, ids: Ints, state: int) -> None:
-        """Give rows, each named once, a state; counts how many may lack something."""
-        self.num_suspect -= int(np.count_nonzero(self.state[ids] >= PARTIAL))
-        self.num_suspect += len(ids) if state >= PARTIAL else 0
-        self.state[ids] = state
 
     # ── checks ────────────────────────────────────────────────────────────────────
 

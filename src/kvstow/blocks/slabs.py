@@ -19,7 +19,7 @@ from itertools import count as counter
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.rows import FREE, KEPT, NEW, PARTIAL, FreeSlabs, GroupRows
+from kvstow.blocks.rows import FREE, KEPT, NEW, FreeSlabs, GroupRows
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints, ceil_div
 
@@ -149,8 +149,6 @@ class Slabs:
         them to be evicted first; others are free."""
         rows.num_held -= len(ids)
         state = rows.state[ids]
-        if rows.num_suspect:
-            rows.num_suspect -= int(np.count_nonzero(state >= PARTIAL))
         cached, freed = ids[state == KEPT], ids[state != KEPT]
         stamp = next(self._clock)
         rows.cached.put(cached[::-1], stamp)
@@ -257,7 +255,6 @@ def _recounted_rows(
     in_use = rows.state != FREE
     owner = slabs.owner[rows.slabs_of(np.arange(rows.num_rows))]
     yield "held rows", np.count_nonzero(is_held), rows.num_held
-    yield "suspect rows", np.count_nonzero(rows.state >= PARTIAL), rows.num_suspect
     yield "negative holds of block", np.minimum(rows.refs, 0), np.zeros_like(rows.refs)
     yield "null rows in use", np.count_nonzero(in_use[: rows.num_null]), 0
     yield "block in use", is_held | is_cached, in_use

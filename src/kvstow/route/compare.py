@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 from kvstow.plan.layout import Layout
 from kvstow.plan.spec import Extent, Field, LayerSpec
 from kvstow.route.overlap import content_bits
@@ -82,7 +84,8 @@ def _field_differences(source: Field, destination: Field) -> Iterable[str]:
         found += _axis_differences(f"{what}: axis {ours.name!r}", ours, theirs)
     if found or source.dtype.bits >= 8:
         return found
-    if any(number % 8 for span in content_bits(source, destination) for number in span):
+    spans = content_bits(source, destination)
+    if (np.stack((spans.source, spans.destination, spans.nbytes)) % 8).any():
         pieces = source.axes[-1].pieces, destination.axes[-1].pieces
         found.append(_both(f"{what}: split inside a byte: held of the last axis", *pieces))
     return found

@@ -79,9 +79,9 @@ class LayerSet:
         source = self.offsets[0] + first * here.token_stride
         destination = self.offsets[1] + overlap.destination_token // each * there.token_stride
         tokens = Stride(num_states, here.token_stride, there.token_stride)
-        for part in self.shared:
-            content = Copies(*np.array(part.content, np.int64).T)
-            for s_head, d_head, num_heads in part.heads:
+        for spans, content in self.shared:
+            columns = spans.source.tolist(), spans.destination.tolist(), spans.nbytes.tolist()
+            for s_head, d_head, num_heads in zip(*columns, strict=True):
                 heads = Stride(num_heads, here.head_stride, there.head_stride)
                 inner = spread(content, (tokens, heads))
                 s_page = source + s_head * here.head_stride

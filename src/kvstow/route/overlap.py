@@ -9,10 +9,12 @@ share is an intersection of intervals. No rank number enters:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from kvstow.plan.spec import Extent, Field, LayerSpec
+from kvstow.route.copies import Copies, cut, joined, merged
 
 Interval = tuple[int, int]
 
@@ -20,112 +22,69 @@ Box = tuple[Interval, ...]
 """Part of a field in the whole model's coordinates: heads, then each of the field's axes."""
 
 
-class Span(NamedTuple):
-    """`size` units that lie at `source` on one side and at `destination` on the other."""
+class Shared(NamedTuple):
+    """Heads that both sides hold, counted in heads, and in each of their cells bytes of it."""
 
-    source: int
-    destination: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Heads and, in each of their cells, bytes that both sides hold."""
-
-    heads: tuple[Span, ...]
-    content: tuple[Span, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one state."""
-        return sum(s.size for s in self.heads) * sum(s.size for s in self.content)
+    heads: Copies
+    content: Copies
 
 
-def common(source: Extent, destination: Extent, within: Interval | None = None) -> tuple[Span, ...]:
-    """What both sides hold of an axis, in the destination's order."""
+def common(source: Extent, destination: Extent, within: Interval | None = None) -> Copies:
+    """What both sides hold of an axis, in its units, in the destination's order."""
     lo_limit, hi_limit = within or (0, source.total)
-    spans: list[Span] = []
+    spans: list[tuple[int, int, int]] = []
     there = 0
     for d_lo, d_hi in destination.pieces:
         here = 0
         for s_lo, s_hi in source.pieces:
             lo, hi = max(s_lo, d_lo, lo_limit), min(s_hi, d_hi, hi_limit)
             if lo < hi:
-                spans.append(Span(here + lo - s_lo, there + lo - d_lo, hi - lo))
+                spans.append((here + lo - s_lo, there + lo - d_lo, hi - lo))
             here += s_hi - s_lo
         there += d_hi - d_lo
-    return abutting(spans)
+    return merged(Copies(*np.array(spans, np.int64).reshape(-1, 3).T))
 
 
-def abutting(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The spans by destination, those that follow each other on both sides made one."""
-    merged: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.destination):
-        last = merged[-1] if merged else None
-        if last and (last.source + last.size, last.destination + last.size) == span[:2]:
-            merged[-1] = last._replace(size=last.size + span.size)
-        else:
-            merged.append(span)
-    return tuple(merged)
-
-
-def content_bits(source: Field, destination: Field, box: Box | None = None) -> tuple[Span, ...]:
-    """What both sides hold of a field, as spans of bits from the field's start."""
+def content_bits(source: Field, destination: Field, box: Box | None = None) -> Copies:
+    """What both sides hold of a field, in bits from the field's start."""
     within: Sequence[Interval | None] = box or (None,) * len(source.axes)
-    bits = source.dtype.bits
-    spans: tuple[Span, ...] = (Span(0, 0, bits),)
-    s_stride = d_stride = bits
+    s_stride = d_stride = source.dtype.bits
+    spans = Copies.one(0, 0, s_stride)
     axes = zip(source.axes, destination.axes, within, strict=True)
     for s_axis, d_axis, interval in reversed(tuple(axes)):
         held = common(s_axis, d_axis, interval)
-        if spans == (Span(0, 0, s_stride),) and s_stride == d_stride:
-            spans = tuple(Span(*(number * s_stride for number in span)) for span in held)
+        if len(spans) == 1 and s_stride == d_stride == spans.total:  # all that is inside
+            spans = Copies(
+                held.source * s_stride, held.destination * s_stride, held.nbytes * s_stride
+            )
         else:
-            spans = tuple(
-                Span(
-                    (s + i) * s_stride + inner.source,
-                    (d + i) * d_stride + inner.destination,
-                    inner.size,
-                )
-                for s, d, size in held
-                for i in range(size)
-                for inner in spans
+            each = cut(held, 1)
+            spans = Copies(
+                np.add.outer(each.source * s_stride, spans.source).ravel(),
+                np.add.outer(each.destination * d_stride, spans.destination).ravel(),
+                np.tile(spans.nbytes, len(each)),
             )
         s_stride *= s_axis.size
         d_stride *= d_axis.size
-    return abutting(spans)
+    return merged(spans)
 
 
 def shared(
     source: LayerSpec, destination: LayerSpec, claims: Mapping[str, Sequence[Box]] | None = None
 ) -> tuple[Shared, ...]:
     """What both sides hold of a section's cells; with `claims`, only those boxes of each field."""
-    contents: dict[tuple[Span, ...], list[Span]] = {}
+    contents: dict[Interval | None, list[Copies]] = {}
     here = {field.name: field for field in source.fields}
-    for d_field in destination.fields:
-        if d_field.name not in here:  # in another section there
+    for field in destination.fields:
+        if field.name not in here:  # in another section there
             continue
-        s_field = here[d_field.name]
-        start_s = source.field_offsets[d_field.name]
-        start_d = destination.field_offsets[d_field.name]
-        boxes = (None,) if claims is None else claims.get(d_field.name, ())
-        for box in boxes:
-            heads = common(source.heads, destination.heads, None if box is None else box[0])
-            spans = content_bits(s_field, d_field, None if box is None else box[1:])
-            contents.setdefault(heads, []).extend(
-                Span(start_s + s // 8, start_d + d // 8, size // 8) for s, d, size in spans
-            )
-    whole = {sum(field.nbytes for field in spec.fields) for spec in (source, destination)}
-    return tuple(
-        Shared(heads, (Span(0, 0, source.cell_bytes),) if _are(whole, spans) else abutting(spans))
+        starts = source.field_offsets[field.name], destination.field_offsets[field.name]
+        for box in (None,) if claims is None else claims.get(field.name, ()):
+            bits = content_bits(here[field.name], field, None if box is None else box[1:])
+            nbytes = Copies(bits.source // 8, bits.destination // 8, bits.nbytes // 8)
+            contents.setdefault(None if box is None else box[0], []).append(nbytes.moved(*starts))
+    parts = (
+        Shared(common(source.heads, destination.heads, heads), merged(joined(spans)))
         for heads, spans in contents.items()
-        if heads and spans
     )
-
-
-def _are(whole: set[int], spans: Sequence[Span]) -> bool:
-    """Whether these are all bytes of a cell on both sides, in the same places: cells that are
-    equal inside travel whole, padding between fields included."""
-    return whole == {sum(span.size for span in spans)} and all(
-        span.source == span.destination for span in spans
-    )
+    return tuple(part for part in parts if len(part.heads) and len(part.content))
