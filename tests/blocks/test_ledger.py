@@ -23,12 +23,6 @@ def test_a_number_of_numpy_is_a_number_of_tokens_and_a_list_is_no_prompt() -> No
         ledger.admit([1, 2, 3])  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("num_tokens", [0, -1])
-def test_a_request_has_one_token_at_least(num_tokens: int) -> None:
-    with pytest.raises(BlockError, match=f"a request of {num_tokens} tokens"):
-        ledger_of(*HYBRID).admit(num_tokens)
-
-
 def test_a_ledger_of_a_layout_is_refused_with_what_to_do() -> None:
     layout = ledger_of(*HYBRID).pool.layout
     with pytest.raises(BlockError, match=r"not Layout\n\nhint: Ledger\(Pool\(layout\)\)"):
@@ -74,32 +68,6 @@ def test_a_full_request_of_a_million_tokens_is_told_what_it_would_need() -> None
     assert (caught.value.needed, caught.value.free) == (62500, 59)
     assert len(ledger) == 0
     ledger.check()
-
-
-def test_what_does_not_fit_changes_nothing_for_anybody() -> None:
-    ledger = ledger_of(*RECURRENT, num_slabs=4)
-    first = ledger.admit(Prompt.of(tokens(9))).request
-    before = {g: part.ids.tolist() for g, part in ledger.blocks(first).items()}
-    free = [ledger.pool.num_free(g) for g in range(2)]
-    for what in (10_000, Prompt.of(tokens(9) + tokens(500, seed=1))):
-        with pytest.raises(OutOfBlocks):
-            ledger.admit(what)
-    with pytest.raises(OutOfBlocks):
-        ledger.grow(first, 10_000)
-    assert {g: part.ids.tolist() for g, part in ledger.blocks(first).items()} == before
-    assert [ledger.pool.num_free(g) for g in range(2)] == free
-    assert ledger.num_tokens(first) == 9
-    ledger.check()
-
-
-def test_a_batch_grows_as_one_or_not_at_all() -> None:
-    ledger = ledger_of(layer("a", tokens=2), num_slabs=8, caching=False)
-    a, b = ledger.admit(4).request, ledger.admit(4).request
-    with pytest.raises(OutOfBlocks):
-        ledger.grow([a, b], [9, 9])
-    assert ledger.num_tokens(a) == ledger.num_tokens(b) == 4
-    ledger.grow([a, b], [8, 6])
-    assert [len(ledger.blocks(r)[0]) for r in (a, b)] == [4, 3]
 
 
 def test_growing_inside_a_block_holds_nothing_more() -> None:
@@ -154,14 +122,6 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_being_written() -> None:
     assert ledger.blocks(one)[0].ids[0] == ledger.blocks(two)[0].ids[0]
     assert ledger.grow(one, 7) == ()
     ledger.check()
-
-
-def test_of_two_forks_that_grow_together_one_keeps_the_block() -> None:
-    ledger = ledger_of(layer("a", tokens=4), caching=False)
-    one = ledger.admit(6).request
-    two = ledger.fork(one).request
-    assert len(ledger.grow([one, two], [7, 7])) == 1
-    assert ledger.blocks(one)[0].ids[1] != ledger.blocks(two)[0].ids[1]
 
 
 def test_a_fork_that_grows_beyond_its_shared_block_copies_that_and_not_a_new_one() -> None:
@@ -279,19 +239,6 @@ def test_the_same_prompt_computed_twice_is_cached_once() -> None:
     assert ledger.pool.num_cached(0) == 5
 
 
-def test_quarantined_rows_are_never_found() -> None:
-    ledger = ledger_of(layer("a", tokens=2))
-    prompt = Prompt.of(tokens(10))
-    request = ledger.admit(prompt).request
-    rows = ledger.blocks(request)[0].ids[2:3]
-    ledger.pool.quarantine(0, rows)
-    ledger.release(request)
-    assert ledger.hit_tokens(prompt) == 4
-    ledger.pool.unquarantine(0, rows)
-    assert ledger.hit_tokens(prompt) == 4
-    ledger.check()
-
-
 def test_rows_that_were_quarantined_are_not_found_after_it_either() -> None:
     ledger = ledger_of(layer("a", tokens=2))
     prompt = Prompt.of(tokens(10))
@@ -352,16 +299,6 @@ def test_check_names_requests_and_prefixes_that_do_not_agree_with_the_pool() -> 
     with pytest.raises(BlockError, match="1 ids are in one request twice") as caught:
         ledger.check()
     assert f"block {second} is in 2 requests and has 1 holds" in str(caught.value)
-
-
-def test_encoder_rows_are_held_once_and_for_good() -> None:
-    ledger = ledger_of(*MIXED)
-    encoder = next(g for g, group in enumerate(ledger.groups) if group.name == "encoder3")
-    request = ledger.admit(2).request
-    rows = ledger.blocks(request)[encoder].ids.tolist()
-    ledger.grow(request, 60)
-    assert ledger.blocks(request)[encoder].ids.tolist() == rows
-    assert len(rows) == 2
 
 
 @pytest.mark.parametrize("length", range(4, 44, 4))

@@ -174,22 +174,6 @@ def test_every_token_is_confirmed(at: int) -> None:
     assert ledger.hit_tokens(Prompt(other, mine.salt, mine.extra, mine.sums)) == 0
 
 
-def test_prompts_are_confirmed_each_by_its_own_tokens() -> None:
-    ledger = ledger_of(layer("a", tokens=2))
-    prompts = [Prompt.of(tokens(12, seed=seed)) for seed in range(5)]
-    for request in [computed(ledger, prompt) for prompt in prompts]:
-        ledger.release(request)
-    assert [ledger.hit_tokens(prompt) for prompt in prompts] == [10] * 5
-
-
-def test_outputs_that_follow_a_prompt_are_confirmed_with_it() -> None:
-    ledger = ledger_of(layer("a", tokens=2))
-    ids = tokens(20)
-    ledger.release(computed(ledger, Prompt.of(ids[:10])))
-    ledger.release(computed(ledger, Prompt.of(ids)))
-    assert ledger.hit_tokens(Prompt.of([*ids, 1])) == 20
-
-
 def test_blocks_of_tokens_that_come_one_by_one_are_confirmed_by_one_source() -> None:
     ledger = ledger_of(layer("a", tokens=2))
     ids = tokens(20)

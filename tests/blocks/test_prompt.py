@@ -93,20 +93,6 @@ def test_extra_content_is_the_same_in_whichever_order_it_is_given() -> None:
     assert np.array_equal(one.hashes(4), two.hashes(4))
 
 
-def test_positions_of_extra_content_may_be_numbers_of_numpy() -> None:
-    ids, at = tokens(16), np.array([5])
-    one, two = (Prompt.of(ids, extra=[(place, b"a")]) for place in (5, at[0]))
-    assert one.extra == two.extra
-    assert np.array_equal(one.hashes(4), two.hashes(4))
-
-
-def test_extra_content_that_changes_places_changes_the_hash() -> None:
-    ids = tokens(16)
-    one = Prompt.of(ids, extra=[(2, b"a"), (9, b"b")])
-    two = Prompt.of(ids, extra=[(2, b"b"), (9, b"a")])
-    assert not (one.hashes(4) == two.hashes(4)).any()
-
-
 @pytest.mark.parametrize(
     "wrong",
     [[(0, b"")], [(0, "cat")], [(-1, b"cat")], [(4, b"cat")], [("0", b"a")], [(0.0, b"a")], [b"a"]],

@@ -4,19 +4,15 @@ import numpy as np
 import pytest
 
 from block_layouts import (
-    HYBRID,
     RECURRENT,
-    all_rows,
-    cache,
     packed_layout,
     rows_per_slab,
 )
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.slabs import MAX_LETTERS
-from kvstow.errors import OutOfBlocks
 from kvstow.plan.group import grouped
 from kvstow.plan.models import model_layers
-from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.pack import packed, separate
 
 
 def layout(name="gemma-3-270m", slabs=9, pack=packed):
@@ -74,29 +70,6 @@ def test_groups_that_share_nothing_have_no_letters():
 # ── slabs change hands ────────────────────────────────────────────────────────────────
 
 
-def test_whole_slabs_come_free() -> None:
-    pool = Pool(packed_layout(RECURRENT, 6))
-    before = pool.num_free(1)
-    ids = pool.hold(0, 2 * rows_per_slab(pool, 0))
-    assert pool.num_free(1) < before
-    pool.release(0, ids)
-    assert pool.num_free(1) == before
-
-
-def test_a_slab_that_changes_hands_loses_cached_rows_and_never_held_ones() -> None:
-    pool = Pool(packed_layout(RECURRENT, 3))
-    size = rows_per_slab(pool, 0)
-    held = pool.hold(0, 1)
-    cached = cache(pool, 0, 2 * size - 1)
-    gone: list[int] = []
-    pool.on_evict.append(lambda group, ids: gone.extend(ids.tolist()))
-    pool.hold(1, 1)
-    assert set(gone) == {row for row in cached.tolist() if row // size != held[0] // size}
-    assert pool.holds(0, held).tolist() == [1]
-    with pytest.raises(OutOfBlocks):
-        pool.hold(1, rows_per_slab(pool, 1))
-
-
 def test_the_slab_with_the_fewest_cached_rows_changes_hands() -> None:
     pool = Pool(packed_layout(RECURRENT, 3))
     size = rows_per_slab(pool, 0)
@@ -110,26 +83,3 @@ def test_the_slab_with_the_fewest_cached_rows_changes_hands() -> None:
     pool.on_evict.append(lambda group, ids: gone.extend(ids.tolist()))
     pool.hold(1, 1)
     assert gone == few[:1].tolist()
-
-
-def test_rows_of_the_old_owner_are_fenced_when_a_slab_changes_hands() -> None:
-    pool = Pool(packed_layout(RECURRENT, 2))
-    ids = pool.hold(0, 1)
-    pool.release(0, ids)
-    ticket = int(pool.generations[0][ids[0]])
-    pool.hold(1, 1)
-    assert pool.generations[0][ids[0]] > ticket
-
-
-def test_groups_that_share_nothing_run_out_alone() -> None:
-    pool = Pool(separate(grouped(HYBRID), num_slabs=4, context_tokens=8))
-    pool.hold(0, pool.num_free(0))
-    assert pool.num_free(1) == all_rows(pool, 1)
-    pool.hold(1, pool.num_free(1))
-
-
-def test_one_row_per_slab_is_the_union_of_all_groups() -> None:
-    pool = Pool(union(grouped(HYBRID), num_slabs=5))
-    a, b = pool.hold(0, 2), pool.hold(1, 2)
-    assert not set(a.tolist()) & set(b.tolist())
-    assert pool.num_free(2) == 0

@@ -39,7 +39,7 @@ def test_what_all_ranks_of_the_source_lack_is_said_once():
 
 @pytest.mark.parametrize("order", ["LBHNC", "BLNHC"])
 def test_no_change_is_advised_that_needs_more_moves(order):
-    """Slots cost no more for more moves, and direct reads do: 2,048 moves looked quicker than 32."""
+    """Slots cost no more for more moves: 2,048 of them looked quicker than 32 direct ones."""
     found = document(f"llama-3.1-8b@order={order}", "llama-3.1-8b@tp=2", "--link", "ib400")
     assert all(best["request_moves"] <= found["request"]["moves"] for best in found["cheapest"])
 
@@ -68,20 +68,6 @@ def test_no_change_is_advised_that_is_slower_by_the_way_an_agent_takes(link):
     text = invoke(*GUIDE, "--link", link).stdout
     assert "no order is quicker than as given" in text
     assert "saved" not in text
-
-
-def test_an_order_is_advised_with_what_it_saves_by_the_ways_an_agent_takes():
-    found = document("llama-3.1-70b@tp=8", "llama-3.1-70b@tp=4", "--link", "ib400")
-    best = min(found["cheapest"], key=lambda best: best["seconds"])
-    assert (found["way"], best["way"]) == ("slots", "direct")
-    assert best["saved_seconds"] == pytest.approx(found["seconds"] - best["seconds"])
-    assert best["saved_seconds"] > 0
-
-
-def test_the_text_says_which_way_an_agent_takes():
-    blocks = ("llama-3.1-8b", "llama-3.1-8b@block_tokens=64")
-    assert "slots ←" in invoke(*blocks, "--link", "ib400").stdout
-    assert "mapped ←" in invoke(*blocks, "--link", "shm").stdout
 
 
 def test_manifests_are_read(tmp_path: Path):

@@ -66,19 +66,6 @@ def test_the_answer_begins_with_times_and_says_what_was_assumed() -> None:
     assert "assumed" not in told
 
 
-def test_the_command_draws_a_page_that_loads_nothing(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    result = CliRunner().invoke(
-        app,
-        ["simulate", "gpt-oss-20b", "--memory", "2GiB", "--requests", "20", "--html", str(page)],
-    )
-    assert result.exit_code == 0, result.output
-    text = page.read_text(encoding="utf-8")
-    assert "gpt-oss-20b" in text
-    assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", text)
-    assert "requests at once, mean" in result.stdout
-
-
 def test_the_command_replays_a_file_and_refuses_a_bad_one(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace(path, [TraceRequest(0.0, 100, 10), TraceRequest(1.0, 200, 10)])
@@ -122,22 +109,6 @@ def test_times_follow_from_the_rates(tmp_path: Path) -> None:
     assert figures["token_seconds"]["mean"] == pytest.approx(1 / 50)
     assert figures["seconds"] == pytest.approx(2.01 + 100 / 50)
     assert figures["output_tokens_per_second"] == pytest.approx(100 / 4.01)
-
-
-def test_a_bar_is_drawn_on_terminals_only() -> None:
-    result = CliRunner().invoke(
-        app, ["simulate", "llama-3.1-8b", "--memory", "8GiB", "--requests", "5"]
-    )
-    assert result.exit_code == 0
-    assert result.stderr == ""
-
-
-def test_a_slower_engine_answers_later() -> None:
-    shape = ["--memory", "2GiB", "--requests", "20", "--rate", "5"]
-    fast = simulated(*shape, "--prefill-rate", "100000")
-    slow = simulated(*shape, "--prefill-rate", "1000")
-    assert slow["first_token_seconds"]["p95"] > 2 * fast["first_token_seconds"]["p95"]
-    assert slow["completed"] == fast["completed"] == 20
 
 
 def test_the_page_tells_memory_requests_seed_and_command(tmp_path: Path) -> None:

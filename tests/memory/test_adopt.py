@@ -15,7 +15,6 @@ from kvstow.memory.digest import digest
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import ORDERS, Layout, Order
 from kvstow.plan.pack import Alignment, Site, packed, separate
-from kvstow.plan.retention import Window
 from kvstow.plan.view import Run
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
@@ -72,17 +71,6 @@ def test_one_buffer_for_all_layers_is_adopted_as_rows():
         assert not buffer[3].any()
         assert buffer[2].any()
         assert buffer[4].any()
-
-
-def test_memory_laid_out_by_a_plan_is_adopted_under_that_plan():
-    groups = grouped([attention("a", heads=2, tokens=4), attention("b", retention=Window(4))])
-    layout = packed(groups, num_slabs=5)
-    with Arena(layout) as mine:
-        tensors = {name: mine.tensor(name) for name in layout.layers}
-        with Arena.adopt(layout, tensors, axes=AXES) as arena:
-            assert arena.address == mine.address
-            arena.tensor("b")[2].fill_(4.0)
-            assert (mine.tensor("b")[2] == 4.0).all()
 
 
 def test_swapped_names_of_equal_axes_are_refused_against_a_layout():
@@ -148,17 +136,6 @@ def test_names_that_do_not_fit_the_tensor_are_refused(axes, message):
 
 
 # ── what lies around it ───────────────────────────────────────────────────────────────
-
-
-def test_the_storage_may_be_longer_than_what_the_plan_counts():
-    storage = torch.full((4096,), 7.0, dtype=torch.bfloat16)
-    tensor = storage[64 : 64 + 4 * 16].view(4, 2, 2, 4)
-    layout = engine_layout(grouped([attention("l")]), "LBHNC", 4)
-    assert layout.nbytes == tensor.numel() * 2
-    with Arena.adopt(layout, {"l": tensor}, axes=AXES) as arena:
-        arena.zero(0, range(4))
-        assert not tensor.any()
-        assert int((storage == 7.0).sum()) == 4096 - 64
 
 
 def test_rows_that_no_allocation_holds_from_end_to_end_are_refused():

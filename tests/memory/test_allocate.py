@@ -104,11 +104,6 @@ def test_a_device_that_is_not_there_is_refused_with_its_name(device):
         Arena(small(), device=device)
 
 
-def test_a_device_that_torch_does_not_know_is_refused():
-    with pytest.raises(ArenaError, match="'gpu' is no device"):
-        Arena(small(), device="gpu")
-
-
 def test_memory_near_a_device_is_preferred_there_and_no_other_node_is_an_error():
     with Arena(small(), numa_node=9999) as arena:
         assert not prefer_node(arena.address, arena.nbytes, 9999)

@@ -71,32 +71,11 @@ def test_every_copy_arrives_and_nothing_else_changes(data):
         assert np.array_equal(a.bytes.numpy(), pattern(layout.nbytes, 1))
 
 
-def test_copies_of_a_route_are_taken_as_they_are():
-    layout = flat()
-    with Arena(layout) as a, Arena(layout) as b:
-        fill(a, 1)
-        copies = Copies(np.array([0, 64]), np.array([128, 0]), np.array([64, 64]))
-        copy(a, b, copies).wait()
-        assert torch.equal(b.bytes[128:192], a.bytes[:64])
-        assert torch.equal(b.bytes[:64], a.bytes[64:128])
-
-
 def test_a_copy_of_nothing_is_over_at_once():
     with Arena(flat()) as a, Arena(flat()) as b:
         done = copy(a, b, copies_of())
         assert done.poll()
         assert (done.num_copies, done.nbytes) == (0, 0)
-
-
-def test_rows_move_inside_one_arena():
-    layout = flat()
-    with Arena(layout) as arena:
-        fill(arena, 3)
-        kept = arena.bytes.clone()
-        copy(arena, arena, block_copies(layout, 0, [1, 2], [5, 7])).wait()
-        stride = layout.row_stride(0)
-        assert torch.equal(arena.bytes[5 * stride :][:stride], kept[stride : 2 * stride])
-        assert torch.equal(arena.bytes[7 * stride :][:stride], kept[2 * stride : 3 * stride])
 
 
 # ── whole blocks ──────────────────────────────────────────────────────────────────────
@@ -218,14 +197,6 @@ def test_copies_that_do_not_fit_are_refused_and_no_byte_is_copied(copies, messag
         with pytest.raises(CopyError, match=message):
             copy(a, b, copies_of(*copies))
         assert not b.bytes.any()
-
-
-def test_the_last_byte_is_inside_and_the_next_one_is_not():
-    layout = flat()
-    with Arena(layout) as a, Arena(layout) as b:
-        copy(a, b, copies_of((layout.nbytes - 1, layout.nbytes - 1, 1))).wait()
-        with pytest.raises(CopyError, match="source bytes"):
-            copy(a, b, copies_of((layout.nbytes - 1, layout.nbytes - 2, 2)))
 
 
 def test_a_copy_that_would_read_what_it_writes_is_refused():

@@ -8,7 +8,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.spec import DType
-from kvstow.testing.attention import check_attention, check_in_place, reference
+from kvstow.testing.attention import check_in_place, reference
 from planning import attention
 
 
@@ -54,13 +54,6 @@ def paged(query, keys, values, table, lengths, splits=2):
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_paged_attention_kernel_reads_rows_of_every_order_in_place(order):
     report = check_in_place(paged, cache(order, heads=2, tokens=2, dim=2))
-    assert report.ok, report
-    assert not report.needs_clean_tail
-
-
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16])
-def test_the_paged_attention_kernel_honours_every_stride(dtype):
-    report = check_attention(paged, cache(heads=1, tokens=4, dim=6, dtype=dtype))
     assert report.ok, report
     assert not report.needs_clean_tail
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -16,10 +15,8 @@ from kvstow.memory.copy import copy
 from kvstow.memory.share import (
     Mapping,
     SharedArena,
-    SharedCounters,
     SharedFile,
     mapped_counters,
-    node,
     share,
 )
 from kvstow.plan.group import grouped
@@ -164,15 +161,3 @@ def test_a_process_maps_its_own_host_memory_and_the_file_is_closed_with_the_aren
         os.fstat(file)
     assert mapping.arena.bytes[3] == 9  # the mapping keeps the memory
     mapping.close()
-
-
-def test_counters_are_zero_at_first_and_eight_bytes_each():
-    for count in (0, 1, 513):
-        counters = SharedCounters(count)
-        assert counters.numbers.dtype == np.int64
-        assert counters.numbers.tolist() == [0] * count
-
-
-def test_a_node_has_one_name():
-    assert node() == node()
-    assert len(node().split()) == 4

@@ -21,11 +21,6 @@ def test_logical_blocks_ascend_from_0_or_later(index):
         Blocks(np.array([5, 6]), np.array(index))
 
 
-def test_as_many_ids_as_logical_blocks_are_needed():
-    with pytest.raises(SpecError, match=r"\(1,\) ids for \(2,\) logical blocks"):
-        Blocks(np.array([5]), np.array([0, 1]))
-
-
 def test_places_say_where_a_logical_block_is_and_whether_it_is_listed():
     places, listed = Blocks(np.array([9, 7, 8]), np.array([1, 4, 5])).places(np.arange(7))
     assert listed.tolist() == [False, True, False, False, True, True, False]

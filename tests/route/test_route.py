@@ -7,11 +7,11 @@ import pytest
 
 from kvstow.errors import BlockError, RouteError
 from kvstow.plan.group import Group, grouped
-from kvstow.plan.layout import ORDERS, Layout, PlacedGroup, Placement
-from kvstow.plan.pack import Alignment, Site, packed, separate, union
-from kvstow.plan.retention import Chunk, Encoder, Full, State, Window
+from kvstow.plan.layout import Layout, PlacedGroup, Placement
+from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.plan.retention import Chunk, Full, State, Window
 from kvstow.plan.sizing.plan import Deployment, Plan
-from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.plan.spec import DType, Extent, Field
 from kvstow.route.blocks import Blocks
 from kvstow.route.price import price
 from kvstow.route.route import plan_route
@@ -45,21 +45,6 @@ class TestJoining:
         layout = laid_out(*TWO, order=order)
         moves = plan_route(layout, layout).copies(first(2, 3, 4), first(7, 8, 9), 6)
         assert triples(moves) == [(2 * ROW, 7 * ROW, 3 * ROW)]
-
-    def test_layer_compact_layouts_take_one_move_per_layer_and_run(self):
-        layout = laid_out(*TWO, order="LBHNC")
-        moves = plan_route(layout, layout).copies(first(2, 3, 4), first(7, 8, 9), 6)
-        assert [n for _, _, n in triples(moves)] == [96, 96]
-
-    def test_blocks_listed_out_of_order_are_joined_where_they_lie_side_by_side(self):
-        layout = laid_out(*TWO)
-        moves = plan_route(layout, layout).copies(first(4, 2, 3), first(9, 7, 8), 6)
-        assert triples(moves) == [(2 * ROW, 7 * ROW, 3 * ROW)]
-
-    def test_blocks_that_are_neighbours_on_one_side_only_are_not_joined(self):
-        layout = laid_out(*TWO)
-        moves = plan_route(layout, layout).copies(first(2, 3), first(7, 9), 4)
-        assert triples(moves) == [(2 * ROW, 7 * ROW, ROW), (3 * ROW, 9 * ROW, ROW)]
 
     def test_padding_between_rows_of_one_request_is_run_over(self):
         layout = laid_out(*TWO, alignment=Alignment(page=1, row=100, base=100))
@@ -129,40 +114,6 @@ class TestJoining:
             (2 * strides[0], 7 * strides[1], row), (3 * strides[0], 9 * strides[1], row)
         ]  # fmt: skip
 
-    def test_cells_travel_with_the_padding_inside_them(self):
-        """A value of two bytes behind a key of four: cells are eight bytes apart."""
-        fields = (
-            Field("k", DType.FLOAT32, (Extent.whole("content", 1),)),
-            Field("v", DType.BFLOAT16, (Extent.whole("content", 1),)),
-        )
-
-        def layer(tokens):
-            return replace(attention("layers.0", heads=1, tokens=tokens), fields=fields)
-
-        way = plan_route(laid_out(layer(4)), laid_out(layer(8)))
-        assert triples(way.copies(first(2, 5), first(3), 8)) == [(64, 192, 30), (160, 224, 30)]
-
-    def test_no_tokens_bring_nothing_of_the_block_that_they_would_end_in(self):
-        layout = laid_out(*TWO)
-        moves = plan_route(layout, layout).copies(first(2), first(7), 1, start_token=1)
-        assert len(moves) == 0
-
-    def test_tokens_before_the_start_are_left_alone(self):
-        layout = laid_out(attention("layers.0", heads=1, tokens=4))
-        moves = plan_route(layout, layout).copies(first(2, 3), first(7, 8), 8, start_token=3)
-        assert triples(moves) == [(2 * 32 + 24, 7 * 32 + 24, 8 + 32)]
-
-    def test_token_contiguous_layers_are_joined_across_blocks_of_unequal_size(self):
-        here = laid_out(attention("layers.0", tokens=4), order="LBNHC")
-        there = laid_out(attention("layers.0", tokens=6), order="LBNHC")
-        moves = plan_route(here, there).copies(first(2, 3, 4), first(5, 6), 12)
-        assert triples(moves) == [(2 * 64, 5 * 96, 12 * 16)]
-
-    def test_moves_come_by_destination_block(self):
-        here, there = laid_out(*TWO), laid_out(*TWO, order="BLNHC")
-        moves = plan_route(here, there).copies(first(5, 2, 9), first(8, 3, 6), 6)
-        assert (np.diff(moves.destination) > 0).all()
-
     def test_moves_of_two_groups_are_never_joined(self):
         """Every failure can be told by its group."""
         layers = (attention("layers.0"), attention("layers.1", retention=Window(2)))
@@ -173,21 +124,10 @@ class TestJoining:
 
 
 class TestRetentions:
-    def test_a_summary_is_moved_whole_whatever_the_start(self):
-        layout = laid_out(recurrent("layers.0"))
-        moves = plan_route(layout, layout).copies(first(2), first(3), 100, start_token=100)
-        nbytes = sum(field.nbytes for field in layout.layers["layers.0"][1].fields)
-        assert moves.total == nbytes
-
     def test_summaries_with_different_checkpoint_distances_meet(self):
         spec = recurrent("layers.0")
         here, there = laid_out(spec), laid_out(replace(spec, block_tokens=48, retention=State()))
         assert len(plan_route(here, there).copies(first(2), first(3), 10)) == 1
-
-    def test_an_encoding_is_moved_with_all_its_blocks(self):
-        layout = laid_out(attention("layers.0", heads=1, tokens=4, retention=Encoder(6)))
-        moves = plan_route(layout, layout).copies(first(2, 3), first(4, 5), 1)
-        assert moves.total == 2 * 4 * 8
 
     @pytest.mark.parametrize(("retention", "needed"), [(Window(3), 4), (Chunk(5), 5), (Full(), 0)])
     def test_a_block_that_the_next_token_needs_must_be_listed_by_the_source(
@@ -203,10 +143,6 @@ class TestRetentions:
         kept = everything[everything != needed]
         with pytest.raises(RouteError, match=f"logical blocks {needed} "):
             way.copies({0: Blocks(kept + 2, kept)}, there, 6)
-
-    def test_source_blocks_that_nobody_asked_for_are_ignored(self):
-        layout = laid_out(*TWO)
-        assert len(plan_route(layout, layout).copies(first(2, 3, 4), first(7), 2)) == 1
 
     def test_more_tokens_than_the_blocks_of_either_side_hold_are_refused(self):
         way = plan_route(laid_out(attention("layers.0", tokens=4)), laid_out(attention("layers.0")))
@@ -244,22 +180,6 @@ class TestRetentions:
                 continue
             with pytest.raises(RouteError, match=f"'window4': .* blocks {missing[0]}"):
                 way.copies(held(*ours), held(*theirs), 18)
-
-    def test_states_of_several_tokens_keep_their_places(self):
-        def compressed(tokens):
-            latent = (Field("latent", DType.UINT8, (Extent.whole("content", 4),)),)
-            return LayerSpec(
-                name="layers.0",
-                retention=Full(),
-                block_tokens=tokens,
-                states=tokens // 4,
-                heads=Extent.whole("head", 1),
-                fields=latent,
-            )
-
-        way = plan_route(laid_out(compressed(8)), laid_out(compressed(12)))
-        moves = way.copies(first(2, 5), first(3, 9), 13)
-        assert triples(moves) == [(16, 36, 8), (40, 44, 4), (44, 108, 4)]
 
 
 class TestRefusals:
@@ -409,27 +329,6 @@ class TestPrice:
         cost = price(plan_route(here, there).pairs)
         assert (cost.lanes, cost.copies, cost.nbytes) == (4, 2, 48)
         assert (cost.min_copy_bytes, cost.max_copy_bytes) == (16, 32)
-
-
-@pytest.mark.parametrize("pack", [packed, union, separate])
-@pytest.mark.parametrize("order", ORDERS)
-def test_sizes_of_one_and_two_and_equal_sizes_round_trip(order, pack):
-    """There and back again restores every byte."""
-    for size in (1, 2):
-        layers = [attention(f"layers.{i}", heads=size, tokens=size, dim=2) for i in range(size)]
-        here, there = laid_out(*layers, order=order, pack=pack), laid_out(*layers)
-        memory = np.random.default_rng(1).integers(0, 256, here.nbytes, np.uint8)
-        middle, back = np.zeros(there.nbytes, np.uint8), np.zeros(here.nbytes, np.uint8)
-        ids = first(3, 2), first(5, 7)
-        for a, b, lists, x, y in (
-            (here, there, ids, memory, middle),
-            (there, here, ids[::-1], middle, back),
-        ):
-            for s, d, n in triples(plan_route(a, b).copies(*lists, 2 * size)):
-                y[d : d + n] = x[s : s + n]
-        for block in (2, 3):
-            for run in here.runs(0, block):
-                assert (back[run.offset : run.end] == memory[run.offset : run.end]).all()
 
 
 def test_a_plan_is_no_layout_and_the_error_says_where_it_is():

@@ -18,11 +18,6 @@ def test_a_report_counts_the_time_in_which_requests_wait_less_the_time_to_fill_u
     assert (report.mean_requests, report.peak_requests) == (9.0, 9)
 
 
-def test_where_nobody_waits_all_samples_count() -> None:
-    samples = [sample(1, 0), sample(3, 0)]
-    assert ReplayReport.of(ReplayRecord(samples=samples)).mean_requests == 2.0
-
-
 def test_waste_is_in_parts_of_the_bytes_in_use() -> None:
     report = ReplayReport.of(ReplayRecord(samples=[sample(1, 0), sample(1, 0)]))
     assert report.waste == pytest.approx(

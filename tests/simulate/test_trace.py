@@ -89,13 +89,6 @@ def test_a_bad_line_is_named_with_its_number(line: str, complaint: str, tmp_path
     assert f"{path}:2: " in str(caught.value)
 
 
-def test_requests_are_sorted_by_arrival(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    late, early = TraceRequest(2.5, 7, 1), TraceRequest(0.5, 8, 1)
-    write_trace(path, [late, early])
-    assert read_trace(path) == [early, late]
-
-
 def test_a_trace_without_requests_or_file_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
@@ -159,13 +152,4 @@ def test_a_broken_line_of_azures_table_is_named(tmp_path, line):
     path = tmp_path / "azure.csv"
     path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{line}\n")
     with pytest.raises(TraceError, match=r"azure\.csv:2: "):
-        read_trace(path)
-
-
-def test_a_broken_line_of_mooncake_is_named(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text(
-        '{"timestamp": 0, "input_length": 5, "output_length": 1}\n{"timestamp": 1, "input_'
-    )
-    with pytest.raises(TraceError, match=r"m\.jsonl:2: "):
         read_trace(path)
