@@ -1,7 +1,7 @@
 """Plans, packs, pages, moves and keeps KV caches for LLM inference.
 
-All that most programs need is here; nothing is imported before it is used, so the names
-that plan, route and simulate work without torch:
+What most programs need is here. A name is imported when it is first used, so the names that
+plan, route and simulate work without torch:
 
     import kvstow
 
@@ -9,10 +9,10 @@ that plan, route and simulate work without torch:
     arena = kvstow.Arena(plan.layout, device="cuda:0")
 
 The rooms behind it: `plan` (layouts), `route` (from layout to layout), `blocks` (who owns
-which row), `simulate`, `memory` (bytes on one machine), `events` (told to routers), `transfer`
+which row), `simulate`, `memory` (bytes on one machine), `events` (for routers), `transfer`
 (between processes), `offload` (kept elsewhere), `adapters` (engines), `render`, `cli`, `demo`,
-`testing`; `errors` draws what may be raised, `observe` counts, `threads` are guarded, `text` is
-for people.
+`testing`, `errors` (the tree of exceptions), `observe` (metrics and events), `threads`, and
+`text` (tables and numbers for people).
 `kvstow.transformers` and `kvstow.vllm` are short names of two adapters.
 """
 

@@ -8,10 +8,10 @@
     ├── ManifestError        a manifest document that cannot be read
     ├── RouteError           two layouts that no route can join
     ├── OutOfBlocks          a hold or an admission that does not fit
-    ├── BlockError           ids that are not held, not known, held twice
+    ├── BlockError           ids that are not held, out of range, or named twice
     │   └── WrongThread      a pool changed in another thread than its owner's
     ├── TraceError           a request trace that cannot be replayed
-    ├── ArenaError           memory that the system does not give, or that is gone
+    ├── ArenaError           memory that the system refuses, or that is gone
     │   └── NotShared        memory that another process cannot map
     ├── MemoryLayoutError    foreign memory that contradicts its declared layout
     ├── CopyError            a copy that failed, with its blocks
@@ -88,7 +88,7 @@ class TraceError(KvstowError):
 
 
 class ArenaError(KvstowError):
-    """Memory that the system does not give, or that is closed."""
+    """Memory that the system refuses, or that is closed."""
 
 
 class NotShared(ArenaError):
@@ -154,9 +154,9 @@ class StoreError(KvstowError):
 
 
 class BackendMissing(KvstowError):
-    """An optional part that is not installed; says what installs it: an extra, unless it is
-    something else that pip is to be given."""
+    """An optional part that is not installed; the hint names the extra, or the packages, to
+    install."""
 
     def __init__(self, module: str, extra: str = "", *, install: str = "") -> None:
-        wanted = install or f"'kvstow[{extra}]'"
-        super().__init__(f"{module} is not installed\n\nhint: pip install {wanted}")
+        packages = install or f"'kvstow[{extra}]'"
+        super().__init__(f"{module} is not installed\n\nhint: pip install {packages}")

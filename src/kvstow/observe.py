@@ -1,4 +1,4 @@
-"""What happens, as numbers for Prometheus and as events for people.
+"""Metrics for Prometheus, and events for people.
 
 Nothing here is global: make a `Telemetry` and hand it to the parts to watch. Each part has a
 `metrics` module of its own and counts in that telemetry's registry, so two agents in one process
@@ -78,7 +78,7 @@ class Events:
     def ignore(self, listener: Callable[[Event], None]) -> None:
         """Stop calling `listener`."""
         with self._lock:
-            self._listeners = tuple(known for known in self._listeners if known != listener)
+            self._listeners = tuple(each for each in self._listeners if each != listener)
 
     def recent(self, part: str | None = None) -> tuple[Event, ...]:
         """The latest events, oldest first, of one part or of all."""

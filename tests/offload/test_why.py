@@ -256,7 +256,7 @@ def test_a_journal_that_cannot_be_written_harms_no_store(
         assert store.stored_tokens(Prompt.of(TOKENS)) == 22
         with pytest.raises(StoreError, match="is no journal of stored prompts"):
             store.why(Prompt.of(changed(9)))
-    assert caplog.text.count("stored prompts are not noted") == 1
+    assert caplog.text.count("stored prompts are not recorded") == 1
 
 
 def test_a_model_in_memory_and_a_checkpoint_are_compared_as_far_as_they_can_be(tmp_path: Path):

@@ -41,7 +41,7 @@ def test_one_group_per_retention_and_block_tokens_lasting_ones_first():
 
 
 def test_a_layer_twice_or_none_at_all_is_refused():
-    with pytest.raises(SpecError, match="'a' is there twice"):
+    with pytest.raises(SpecError, match="'a' is listed twice"):
         grouped([attention("a"), attention("a")])
     with pytest.raises(SpecError, match="without layers"):
         grouped([])

@@ -132,7 +132,7 @@ def test_no_groups_make_no_layout():
 
 def test_layers_that_are_not_grouped_are_refused_with_what_to_do():
     for pack in PACKINGS:
-        with pytest.raises(PlanError, match=r"not LayerSpec\n\nhint: grouped\(layers\)"):
+        with pytest.raises(PlanError, match=r"got LayerSpec\n\nhint: grouped\(layers\)"):
             pack([attention("a")], num_slabs=4)
 
 

@@ -234,7 +234,7 @@ def test_a_second_agent_of_the_same_name_does_not_evict_the_first(scene):
 
 def test_more_tokens_than_the_ticket_has_are_refused(scene):
     ticket = scene.add("q").offer(OTHER_SOURCE, TOKENS)
-    with pytest.raises(TransferError, match="20 tokens are wanted, the ticket is for 18"):
+    with pytest.raises(TransferError, match="20 tokens were requested, the ticket is for 18"):
         scene.pulled(ticket, num_tokens=20)
     scene.finish()
 

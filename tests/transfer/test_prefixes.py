@@ -291,7 +291,7 @@ def test_a_question_without_an_answer_ends_in_its_time_and_the_agent_still_serve
 ):
     producer, consumer = pair
     producer.agent.server.on_question = lambda peer, question: None
-    with pytest.raises(TransferError, match=r"hint: its owner settles too seldom"):
+    with pytest.raises(TransferError, match=r"hint: its owner must call settle\(\) more often"):
         asked(consumer, producer, keys_of(PROMPT), seconds=0.5)
     producer.agent.server.on_question = producer.agent.prefixes.hear
     producer.holds(PROMPT)

@@ -201,7 +201,7 @@ def stated_identity(
     """The identity that an operator states: `model_dir`, or `unverified`, which says why nobody
     need look at the weights. Then the model is known by its `name` alone."""
     if bool(params.get("model_dir")) == bool(params.get("unverified")):
-        raise SpecError("give model_dir, or say in unverified why nobody need look at the weights")
+        raise SpecError("give model_dir, or say in unverified why the weights need not be checked")
     if params.get("model_dir"):
         return Identity.of(params["model_dir"], kv_dtype=kv_dtype, interior=interior)
     because = str(params["unverified"])

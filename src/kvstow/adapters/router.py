@@ -279,9 +279,9 @@ class Router:
         end = time.monotonic() + most
         while not (await asyncio.wait((coming,), timeout=min(self._options.silence, most)))[0]:
             if not await self._is_healthy(instance):
-                raise TimeoutError("neither answers nor is healthy")
+                raise TimeoutError("does not answer and is not healthy")
             if time.monotonic() >= end:
-                raise TimeoutError(f"healthy, and silent for {most:g} s")
+                raise TimeoutError(f"healthy, but silent for {most:g} s")
         return coming.result()
 
     async def _relay(

@@ -64,8 +64,8 @@ class Ledger:
     """Requests on a pool.
 
     Requests belong to the thread that owns the pool and are changed only there (see `Pool`).
-    Copies that a method returns are to be made, in their order, before the tokens that
-    were asked for are computed. Without `caching` nothing is kept after a release.
+    Make the copies that a method returns, in their order, before you compute the tokens that
+    it made room for. Without `caching` nothing is kept after a release.
     """
 
     def __init__(self, pool: Pool, *, caching: bool = True) -> None:
@@ -136,10 +136,11 @@ class Ledger:
     # ── admit ─────────────────────────────────────────────────────────────────────
 
     def admit(self, prompt: Prompt | int, *, num_tokens: int | None = None) -> Admission:
-        """Rows for the first `num_tokens` tokens of a prompt, all of them if not given.
+        """Admit a request, with rows for the first `num_tokens` tokens of its prompt.
 
-        `prompt` may be a number of tokens whose ids are not known. Raises `OutOfBlocks`,
-        having changed nothing, with what is needed and what is free in every group.
+        Without `num_tokens`, for all of them. `prompt` may be a number of tokens whose ids are
+        not known. Raises `OutOfBlocks`, having changed nothing, with what is needed and what is
+        free in every group.
         """
         self.pool.check_thread()
         known = prompt if isinstance(prompt, Prompt) else None
@@ -202,7 +203,7 @@ class Ledger:
     # ── grow ──────────────────────────────────────────────────────────────────────
 
     def grow(self, requests: Handles, num_tokens: npt.ArrayLike) -> tuple[RowCopy, ...]:
-        """Room for `num_tokens` tokens in all, each; all requests or none.
+        """Make room for `num_tokens` tokens in all per request; for all requests or for none.
 
         Says as well that all tokens before these have been computed: whole blocks of them
         can be found as prefixes from now on, and what no later token sees is given back.
@@ -279,7 +280,7 @@ class Ledger:
     # ── prefixes ──────────────────────────────────────────────────────────────────
 
     def append(self, request: int, tokens: npt.ArrayLike) -> None:
-        """The ids of tokens behind those of the prompt, so that their blocks can be found.
+        """Append the ids of generated tokens, so that their blocks can be found as prefixes.
 
         For requests that were admitted with a prompt.
         """

@@ -40,8 +40,8 @@ NO_THREAD = 0
 class Pool:
     """All blocks of a layout but the null ones, free at first.
 
-    `on_evict` is called with a group and the rows whose content is given
-    up, before they are used again. What it raises is logged.
+    The callables in `on_evict` are called with a group and its evicted rows, before these are
+    used again. What they raise is logged.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -74,12 +74,12 @@ class Pool:
             try:
                 listener(group, ids)
             except Exception:
-                log.exception("pool: a listener missed that %d rows are given up", len(ids))
+                log.exception("pool: a listener was not told of %d evicted rows", len(ids))
 
     # ── the owner's thread ────────────────────────────────────────────────────────
 
     def check_thread(self) -> None:
-        """Raises in any thread but the owner's: the first thread to call it is the owner's."""
+        """Raises WrongThread in any thread but the owner's; the first caller becomes the owner."""
         thread = get_ident()
         if thread == self._thread:
             return

@@ -35,7 +35,7 @@ _SHIFTS = (np.uint64(32), np.uint64(29), np.uint64(32))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Token ids, the salt they are kept apart by, and digests of other content.
+    """Token ids, a salt that keeps tenants apart, and digests of other content.
 
     Made by `Prompt.of`. Two prompts share rows only as far as their tokens and their extra
     content agree, and only if their salts do.

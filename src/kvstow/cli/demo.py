@@ -80,7 +80,7 @@ def demo(
 
     check_model(model)
     if prompt is not None and not all(prompt):
-        refuse("--prompt is empty\n\nhint: ask something", code=MISUSED)
+        refuse("--prompt is empty\n\nhint: write a prompt", code=MISUSED)
     try:
         return run(
             lambda text: typer.echo(text, err=True),

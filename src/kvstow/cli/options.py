@@ -192,7 +192,7 @@ def on_rank(deployment: Deployment, rank: int) -> RankLayers:
         note(line)
     _check_patterns(deployment.alignment, [layer.name for layer in held.model.layers])
     if deployment.memory is None and deployment.num_slabs is None:
-        note("planned for 16 GiB; say --memory SIZE or --num-slabs N for another arena")
+        note("planned for 16 GiB; use --memory SIZE or --num-slabs N for another size")
     return held
 
 
@@ -268,7 +268,7 @@ def named(text: str, *, one_rank: bool) -> Named:
     if rank is None and one_rank:
         rank = 0
         if deployment.num_ranks > 1:
-            note(f"{text}: rank 0 of {deployment.num_ranks}; say rank=R for another")
+            note(f"{text}: rank 0 of {deployment.num_ranks}; add rank=R for another")
     ranks = tuple(range(deployment.num_ranks)) if rank is None else (rank,)
     layouts = tuple(deployment.layout(rank) for rank in ranks)
     return Named(text=text, layouts=layouts, ranks=ranks, packing=deployment.packing)

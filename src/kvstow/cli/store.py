@@ -312,7 +312,7 @@ def prune(
         from kvstow.offload.disk.tier import DiskTier
 
         if to is None or tenant_to is not None or older_than is not None:
-            refuse("a store on disk is pruned --to SIZE, and by nothing else", code=MISUSED)
+            refuse("a store on disk takes only --to SIZE", code=MISUSED)
         with closing(DiskTier(check_store(Path(place)))) as tier:
             before = tier.usage.nbytes
             rows, after = tier.prune(to), tier.usage.nbytes

@@ -75,7 +75,7 @@ class Child:
             if kind == "error":
                 raise DemoError(f"{self._name}: {content}")
             self._say(f"{self._name}: {content}")
-        raise DemoError(f"no word from {self._name} for {SILENCE_SECONDS:.0f} s")
+        raise DemoError(f"nothing heard from {self._name} for {SILENCE_SECONDS:.0f} s")
 
     def call(self, verb: str, **arguments: Any) -> Any:
         """Have something done, and wait for what comes of it."""

@@ -186,7 +186,7 @@ def _mmap(address: int | None, length: int, protection: int, flags: int, file: i
     if mapped == _FAILED:
         reason = os.strerror(ctypes.get_errno())
         raise ArenaError(
-            f"the system does not map {length} bytes: {reason}\n\nhint: plan less memory"
+            f"the system cannot map {length} bytes: {reason}\n\nhint: plan for less memory"
         )
     return mapped
 

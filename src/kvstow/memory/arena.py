@@ -98,13 +98,13 @@ class Arena:
                 nbytes, align=align, huge_pages=huge_pages, pinned=pinned, numa_node=numa_node
             )
         elif pinned or huge_pages:
-            raise ArenaError(f"memory of {where} is not pinned or on huge pages")
+            raise ArenaError(f"memory of {where} cannot be pinned or on huge pages")
         else:
             self._bytes = device_bytes(nbytes, where, align=align)
 
     @classmethod
     def over(cls, layout: Layout, memory: torch.Tensor) -> Self:
-        """An arena in memory of somebody else's: `layout.nbytes` bytes, kept by the tensor."""
+        """An arena in the memory of a tensor of `layout.nbytes` bytes, which is kept alive."""
         arena = cls.__new__(cls)
         arena._take(layout, memory)
         return arena
@@ -165,7 +165,7 @@ class Arena:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its memory was let go of."""
+        """Whether its memory has been released."""
         return self._bytes is None
 
     # ── views ─────────────────────────────────────────────────────────────────────
@@ -179,7 +179,7 @@ class Arena:
         return self.strided(self.layout.view(layer), page_type(self._spec(layer)))
 
     def page(self, layer: str) -> torch.Tensor:
-        """All pages of a layer as bytes, for kernels that find sections by themselves:
+        """All pages of a layer as bytes, for kernels that find sections themselves:
         `[block, content]`."""
         self._spec(layer)
         return self.strided(self.layout.page(layer), torch.uint8)

@@ -71,12 +71,12 @@ def copy(
     method: Method | Literal["auto"] = "auto",
     stream: torch.cuda.Stream | None = None,
 ) -> CopyHandle:
-    """Start to copy bytes from one arena to another.
+    """Start copying bytes from one arena to another.
 
     Whole `blocks` of a group go `into` as many blocks of an arena with the same rows; `group`
     may be left out where there is one. Between any other two layouts a route says which bytes go
-    where: `copies` are offsets from the arenas' starts, in any order. Destinations must not
-    overlap each other, nor sources when both arenas lie in the same memory.
+    where: `copies` are offsets from the arenas' starts, in any order. Destinations must
+    overlap neither each other nor, when both arenas lie in the same memory, a source.
 
     >>> from kvstow.plan.group import grouped
     >>> from kvstow.plan.models import model_layers

@@ -79,7 +79,7 @@ class Journal:
             self._note(prompt, identity, step)
         except (StoreError, OSError) as error:
             if not self._has_failed:
-                log.warning("%s: stored prompts are not noted: %s", self.path, error)
+                log.warning("%s: stored prompts are not recorded: %s", self.path, error)
             self._has_failed = True
 
     def _note(self, prompt: Prompt, identity: Identity, step: int) -> None:

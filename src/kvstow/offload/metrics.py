@@ -1,4 +1,4 @@
-"""Numbers of tiers, for Prometheus: read from the tiers whenever somebody asks."""
+"""Metrics of tiers, for Prometheus: read from the tiers at every scrape."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -43,8 +43,8 @@ def tier_metric(fact: str) -> str:
 
 
 class TierMetrics(Collector):
-    """Numbers of offload tiers, read from them whenever somebody asks. One that cannot say how it
-    is doing is left out."""
+    """Metrics of offload tiers, read from them at every scrape. A tier that cannot be read is
+    left out."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._tiers: dict[str, Callable[[], Mapping[str, float]]] = {}

@@ -64,8 +64,8 @@ class Store:
     computation makes the rows, unless the layout that is bound does. Sizes are numbers or words
     such as "8GiB". Several ranks may be given one directory; each has a folder of its own there.
     A remote store (`s3://…`, `redis://…`, `mooncake://…`, see `offload.remote.client`) is shared by
-    all ranks and machines, whatever their layout. Stored prompts are noted for `kvstow why` in the
-    directory `journal_path`, or on `disk`; without either, nothing is noted.
+    all ranks and machines, whatever their layout. Stored prompts are recorded for `kvstow why` in
+    the directory `journal_path`, or on `disk`; without either, none are.
 
     Rows travel by way of host memory: without `host`, through a window of 64 MiB per arena.
     Threads may use it at once; several stores may share a directory, in one process or in many. A
@@ -230,7 +230,7 @@ class Store:
         *,
         identity: Identity | None = None,
     ) -> int:
-        """Keep what a request's blocks hold of a prompt that has been computed; how many rows.
+        """Store what a request's blocks hold of a computed prompt; returns how many rows.
 
         `blocks` are the request's by group, as `Ledger.blocks` lists them. The last block may be
         partly filled; a recurrent group's row is its state after the whole prompt. `identity` is
@@ -289,8 +289,11 @@ class Store:
         return rows.longest(len(prompt) if most is None else most, self.contains)
 
     def expect(self, prompt: Prompt, identity: Identity | None = None) -> None:
-        """Rows of this prompt will be asked for by key. `stored_tokens` and `load` say so by
-        themselves; a remote store finds blocks of other sizes only so."""
+        """Announce that rows of this prompt will be requested by key.
+
+        `stored_tokens` and `load` do so themselves. A remote store finds blocks of other sizes
+        only if they were announced.
+        """
         if self.remote is not None:
             self.remote.expect(identity or self.identity, prompt)
 
@@ -303,7 +306,7 @@ class Store:
         most: int | None = None,
         identity: Identity | None = None,
     ) -> int:
-        """Bring the longest stored beginning of a prompt into a request's blocks; its tokens.
+        """Load the longest stored prefix of a prompt into a request's blocks; returns its length.
 
         Every block that a token behind it sees must be among `into`, so ask `stored_tokens`
         first and admit as many. 0 where nothing fits; the blocks' bytes are unspecified then.
@@ -369,7 +372,7 @@ class Store:
         keys: Sequence[bytes],
         links: Sequence[ChainLink] = (),
     ) -> Bools:
-        """Keep blocks of an arena; which of them are there now.
+        """Store blocks of an arena; returns which of them are stored now.
 
         With a host tier, the disk gets them in the background (`flush`). `links` say where the
         blocks stand in their sequences, for `kvstow store convert`. Nobody may write to them
@@ -380,7 +383,7 @@ class Store:
     def load_rows(
         self, arena: Arena, group: int, keys: Sequence[bytes], ids: npt.ArrayLike
     ) -> Bools:
-        """Bring rows into blocks of an arena; which of them were there.
+        """Load rows into blocks of an arena; returns which of them were there.
 
         The bytes of the other blocks are unspecified.
         """
@@ -397,7 +400,7 @@ class Store:
         return (self.remote is None or self.remote.flush(timeout)) and all(drained)
 
     def close(self) -> None:
-        """Write what is on its way, and let go of memory, files and connections.
+        """Finish the writes under way, and release memory, files and connections.
 
         In a process that was forked meanwhile nothing happens: they are the other one's.
         """

@@ -205,8 +205,8 @@ def known_identity(layout: Layout, identity: Identity | None, what: str) -> Iden
         identity = layout.identity
     if identity is None:
         raise StoreError(
-            f"{what}: which computation makes these rows is not known, and rows of another one "
-            f"would be taken for them\n\n{HINT}"
+            f"{what}: the identity of these rows is not known, so rows of another "
+            f"computation could be taken for them\n\n{HINT}"
         )
     if not isinstance(identity, Identity):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise StoreError(f"{what}: an identity is {type(identity).__name__}\n\n{HINT}")

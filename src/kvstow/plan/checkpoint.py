@@ -135,7 +135,7 @@ def code_digests(folder: Path) -> dict[str, str]:
         if len(digests) > MAX_CODE_FILES:
             raise ModelError(
                 f"{folder}: more than {MAX_CODE_FILES} Python files below it\n\n"
-                "hint: the model's own code counts by all of them; keep nothing else there"
+                "hint: all of them are part of the identity; keep only the model's own code there"
             )
     return digests
 

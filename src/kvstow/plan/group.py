@@ -73,7 +73,7 @@ def grouped(layers: Iterable[LayerSpec]) -> tuple[Group, ...]:
     names: set[str] = set()
     for layer in sorted(layers, key=lambda layer: natural(layer.name)):
         if layer.name in names:
-            raise SpecError(f"layer {layer.name!r} is there twice")
+            raise SpecError(f"layer {layer.name!r} is listed twice")
         names.add(layer.name)
         kinds.setdefault((layer.retention, layer.block_tokens), []).append(layer)
     if not kinds:

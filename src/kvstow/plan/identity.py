@@ -170,7 +170,7 @@ class Identity:
 
     @staticmethod
     def unverified(why: str, *, model: str = "", kv_dtype: str = "") -> "Identity":
-        """No identity, on purpose: whoever uses it vouches that both sides compute alike.
+        """No identity, on purpose: you guarantee that both sides compute the same.
 
         Exchangeable with other unverified identities of the same model name only.
         """
@@ -188,7 +188,7 @@ class Identity:
             "\n".join(texts).encode()
         except (UnicodeEncodeError, TypeError) as error:
             raise SpecError(
-                f"identity of {self.model!r}: something that is no Unicode text: {error}"
+                f"identity of {self.model!r}: a value is not Unicode text: {error}"
             ) from None
         names = [name for name, _ in self.config]
         if len(names) > MAX_FIELDS or names != sorted(set(names)):
@@ -231,8 +231,8 @@ class Identity:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Everything that counts, by name, in words: of a salt only a digest, and of an identity
-        that is unverified not why."""
+        """Everything that is compared, by name, as text: the salt as a digest, and not why an
+        identity is unverified."""
         salt = self.salt and blake2b(self.salt.encode(), digest_size=16).hexdigest()
         return {
             "model": self.model,

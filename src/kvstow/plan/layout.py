@@ -132,8 +132,8 @@ class Layout:
     """Groups placed in one arena of `nbytes`. A layout that breaks a law cannot be built.
 
     `tp` and `pp` are `(rank, size)`; what a rank holds is in the specs themselves.
-    `identity` says which computation fills it; a plan has none, what moves or keeps bytes
-    demands one.
+    `identity` says which computation fills it; a plan has none, what moves or keeps
+    bytes requires one.
     """
 
     model: str

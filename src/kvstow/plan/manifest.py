@@ -47,7 +47,7 @@ def decode(data: bytes) -> Layout:
     plain = _parsed(data)
     version = cast("Any", plain).get("kvstow") if isinstance(plain, dict) else None
     if type(version) is int and version != VERSION:
-        raise ManifestError("version", f"{version} is not {VERSION}, which is read here")
+        raise ManifestError("version", f"{version} is not {VERSION}, the only version that is read")
     try:
         document = msgspec.convert(plain, _Document)
     except msgspec.ValidationError as error:
@@ -101,7 +101,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise ManifestError("duplicate", f"keys {twice} are there more than once")
+        raise ManifestError("duplicate", f"keys {twice} appear more than once")
     return result
 
 

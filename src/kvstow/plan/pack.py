@@ -228,8 +228,7 @@ def _check_groups(groups: Sequence[Group]) -> None:
     for group in groups:
         if not isinstance(group, Group):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PlanError(
-                f"what is placed are groups, not {type(group).__name__}"
-                "\n\nhint: grouped(layers) makes them"
+                f"expected Group, got {type(group).__name__}\n\nhint: grouped(layers) makes them"
             )
         if group.page_bytes >= MAX_BYTES:
             raise PlanError(

@@ -35,7 +35,7 @@ class Full(Kind, frozen=True):
 
 
 class Window(Kind, frozen=True):
-    """The last `tokens` tokens, the one that looks included."""
+    """The last `tokens` tokens, the current one included."""
 
     tokens: int
 

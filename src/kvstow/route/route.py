@@ -186,8 +186,8 @@ class Route:
 def plan_route(source: Layout, destination: Layout, *, claims: Claims | None = None) -> Route:
     """How bytes of `source` reach their places in `destination`.
 
-    Carries what both sides hold; with `claims`, only that part of it. Refuses layouts of
-    different models or element types with every difference.
+    Carries what both sides hold; with `claims`, only that part of it. Raises RouteError
+    with every difference where models or element types differ.
     """
     for layout in (source, destination):
         if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -147,7 +147,7 @@ class Pace:
         for name in ("prefill_tokens", "chunk_tokens", "sample_steps"):
             number = getattr(self, name)
             if type(number) is not int or number < 1:
-                raise TraceError(f"{name} is {number!r}, not a whole number from 1 on")
+                raise TraceError(f"{name} is {number!r}, not a whole number of at least 1")
 
     def __str__(self) -> str:
         """How long a step takes, as a sentence."""

@@ -198,7 +198,9 @@ A second member of a family names its `model_type`.
 def tiny_model(family: str, *, seed: int = 0) -> "PreTrainedModel":
     """A model of the family with weights drawn from `seed`."""
     if family not in FAMILIES:
-        raise ModelError(f"no tiny {family!r}\n\nhint: one of {', '.join(FAMILIES)}")
+        raise ModelError(
+            f"no tiny model of family {family!r}\n\nhint: one of {', '.join(FAMILIES)}"
+        )
     import torch
     import transformers
 

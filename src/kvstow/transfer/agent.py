@@ -212,7 +212,7 @@ class Agent:
         readers: int | None = 1,
         on_end: Callable[[EndReason], None] | None = None,
     ) -> None:
-        """Keep what a ticket promises that somebody else has written in this agent's name.
+        """Honour a ticket that somebody else has written in this agent's name.
 
         Its blocks must have the generations that it states: see `Owner`. Adopting a ticket again
         while it is kept changes nothing.
@@ -244,7 +244,7 @@ class Agent:
         key: str = "",
         seconds: float | None = None,
     ) -> Ticket | None:
-        """A ticket for the longest beginning of a prompt that the agent at an address holds.
+        """A ticket for the longest prefix of a prompt that the agent at an address holds.
 
         `keys` are the prompt's, one after every `step` tokens. None for a miss. TransferError
         if the agent refuses or does not answer in time.
@@ -480,7 +480,7 @@ class Agent:
 def _check_made_of(owner: Owner, options: Options) -> None:
     """SpecError for what people take for a pool or for options."""
     if isinstance(owner, Ledger):
-        raise SpecError("an agent is given a pool, not a ledger\n\nhint: ledger.pool")
+        raise SpecError("an agent needs a pool, not a ledger\n\nhint: ledger.pool")
     if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SpecError(
             f"options are {type(options).__name__}\n\n"
@@ -493,7 +493,7 @@ def _checked_name(name: str) -> str:
     try:
         name.encode()
     except (AttributeError, UnicodeEncodeError) as error:
-        raise SpecError(f"agent name {name!r:.80} is no Unicode text: {error}") from None
+        raise SpecError(f"agent name {name!r:.80} is not Unicode text: {error}") from None
     if len(name) > MAX_NAME:
         raise SpecError(f"agent name {name[:40]!r}… has {len(name)} characters, not {MAX_NAME}")
     return name
@@ -508,7 +508,7 @@ def checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int 
         )
     lengths = {ticket.num_tokens for ticket in tickets}
     if not tickets:
-        raise TransferError("there is no ticket to pull with", kind="ticket")
+        raise TransferError("a pull needs at least one ticket", kind="ticket")
     if len(lengths) != 1:
         raise TransferError(
             f"tickets of {sorted(lengths)} tokens are not of one request", kind="ticket"
@@ -517,7 +517,7 @@ def checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int 
     wanted = offered if num_tokens is None else num_tokens
     if wanted > offered:
         raise TransferError(
-            f"{wanted} tokens are wanted, the ticket is for {offered}", kind="ticket"
+            f"{wanted} tokens were requested, the ticket is for {offered}", kind="ticket"
         )
     if not 0 <= start_token < wanted:
         raise TransferError(

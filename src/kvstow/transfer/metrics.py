@@ -39,6 +39,8 @@ class TransferMetrics:
         )
         self.peers = gauge("transfer_peers", "Connected peers")
         self.contacts = counter(
-            "transfer_contacts", "Peers met: mapped, or the reason why not", "outcome"
+            "transfer_contacts", "Peers met, by outcome: mapped, or the reason why not", "outcome"
         )
-        self.errors = counter("transfer_errors", "Errors while serving or pulling, logged", "what")
+        self.errors = counter(
+            "transfer_errors", "Errors while serving or pulling; each is logged", "what"
+        )

@@ -34,7 +34,7 @@ SECONDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How long things may take, in seconds, and what is forced.
+    """Time limits in seconds, and settings that replace what an agent would choose.
 
     `transfer_seconds` is the deadline of a pull, connecting included. `drain_seconds` is
     how long a failed pull waits for its posts to end before its peer is given up, and how long

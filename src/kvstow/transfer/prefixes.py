@@ -239,7 +239,7 @@ def not_answered(peer: Outgoing, seconds: float) -> TransferError:
     """The error of a question that nobody has answered within this time."""
     return TransferError(
         f"agent at {peer.address} did not answer within {seconds} s\n\n"
-        "hint: its owner settles too seldom",
+        "hint: its owner must call settle() more often",
         kind="timeout",
         peer=peer.address,
     )

@@ -337,7 +337,9 @@ def check_still_ours(endpoint: Endpoint, order: Order) -> None:
     """The consumer's own fence: our rows must still be the ones that were given."""
     wrong = changed(endpoint.generations(order.into), order.into, order.generations)
     if wrong:
-        raise TransferError("destination rows were given to others meanwhile", kind="fence")
+        raise TransferError(
+            "destination rows were given to other requests in the meantime", kind="fence"
+        )
 
 
 def naming_rows(

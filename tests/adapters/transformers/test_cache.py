@@ -148,7 +148,7 @@ def test_a_model_that_keeps_its_tokens_elsewhere_is_refused_by_name(model_type, 
 
 
 def test_an_unknown_tiny_family_is_refused_by_name():
-    with pytest.raises(ModelError, match="no tiny 'gpt5'"):
+    with pytest.raises(ModelError, match="no tiny model of family 'gpt5'"):
         tiny_model("gpt5")
 
 

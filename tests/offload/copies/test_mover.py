@@ -567,7 +567,7 @@ def test_misuse_is_refused_before_anything_moves(setting):
         mover.store(0, [1], [b"a", b"b"])
     with pytest.raises(BlockError):
         mover.load(0, [b"a"], [10**6])
-    with pytest.raises(StoreError, match="not over after"):
+    with pytest.raises(StoreError, match="not done after"):
         MoverJob(JobKind.LOAD, 0, [b"a"], np.array([1])).result(0)
 
 

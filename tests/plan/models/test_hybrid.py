@@ -43,7 +43,7 @@ def test_bamba_head_size_may_be_automatic() -> None:
         ({"mamba_d_head": 32}, "128 mamba heads of 32 do not make the mamba width, 8192"),
         ({"attn_layer_indices": [32]}, "names layer 32, num_hidden_layers is 32"),
         ({"mamba_n_groups": 3}, "128 mamba heads cannot share 3 groups"),
-        ({"mamba_d_conv": 1}, "remembers nothing"),
+        ({"mamba_d_conv": 1}, "keeps no state"),
     ],
 )
 def test_bamba_facts_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:

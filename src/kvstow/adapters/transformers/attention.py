@@ -46,7 +46,7 @@ def attend_in_place(model: PreTrainedModel) -> Callable[[], None]:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "attention_chunk_size", None) is not None:
         raise ModelError(
-            f"{type(model).__name__} attends in chunks, which rows in place do not serve\n\n"
+            f"{type(model).__name__} uses chunked attention, which in_place does not support\n\n"
             "hint: leave in_place out"
         )
     before: Any = model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
@@ -86,7 +86,7 @@ def attention(
     pages: LayerPages | None = getattr(key, _NOTE, None)
     if pages is None or softcap is not None or dropout:
         raise ModelError(
-            f"{type(module).__name__} cannot attend to rows in place: "
+            f"{type(module).__name__} cannot read rows in place: "
             + (
                 "its keys do not come straight from a Cache"
                 if pages is None

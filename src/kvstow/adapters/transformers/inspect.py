@@ -249,7 +249,7 @@ def check_decoder(model: PreTrainedModel) -> None:
     tuning: Any = getattr(model, "active_peft_config", None)
     if tuning is not None and tuning.peft_type == "PREFIX_TUNING":
         raise ModelError(
-            f"{type(model).__name__} puts keys and values of its own in the place of its cache"
+            f"{type(model).__name__} puts keys and values of its own in place of its cache"
             "\n\nhint: disable such an adapter (PEFT's prefix tuning) before"
         )
     configs = (model.config, model.config.get_text_config())

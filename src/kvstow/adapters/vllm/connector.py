@@ -372,8 +372,8 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
             self._scheduler_side.name_weights(name)
             return
         log.warning(
-            "weights %r: blocks of the weights before are in use, so nothing is shared with other "
-            "engines\n\nhint: pause the engine, change its weights, then name them",
+            "weights %r: blocks of the previous weights are in use, so nothing is shared with "
+            "other engines\n\nhint: pause the engine, change its weights, then name them",
             name,
         )
 

@@ -284,7 +284,7 @@ def check_sleep(vllm_config: EngineConfig, base: type, hooks: Sequence[str]) -> 
     if sleeps and not all(hasattr(base, name) for name in hooks):
         raise SpecError(
             "sleep mode takes the cache's memory away, and this vLLM does not tell its connector: "
-            "peers would go on with what they were given\n\n"
+            "peers would keep using it\n\n"
             "hint: vLLM 0.33, or without --enable-sleep-mode"
         )
 

@@ -124,8 +124,8 @@ def _replaced(model: Any, *, seen: bool) -> dict[str, Any]:
         return {}
     if callable(overrides):
         raise ModelError(
-            f"{model.model}: its configuration is changed by a function, {overrides!r}: what it "
-            f"does has no name\n\n{HINT}"
+            f"{model.model}: its configuration is changed by a function, {overrides!r}, "
+            f"whose effect cannot be compared\n\n{HINT}"
         )
     other = getattr(model, "hf_config_path", None)
     return {"overrides": overrides, "config": model.hf_config.to_dict() if other else {}}
@@ -159,7 +159,7 @@ def _checkpoint(vllm_config: EngineConfig) -> Path:
     """The folder that vLLM has read its weights from."""
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
-        raise ModelError(f"{model.model}: its weights are made up (load_format dummy)\n\n{HINT}")
+        raise ModelError(f"{model.model}: its weights are random (load_format dummy)\n\n{HINT}")
     folder = _folder(model)
     if folder is None:
         raise ModelError(f"{model.model}: neither a folder nor in the hub's cache\n\n{HINT}")

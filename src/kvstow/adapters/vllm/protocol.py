@@ -291,7 +291,7 @@ class EngineRequest:
         try:
             return msgspec.convert(dict(self.params or {}), LoadLimits)
         except msgspec.ValidationError as error:
-            log.warning("request %s: its limits of loads are ignored: %s", self.id, error)
+            log.warning("request %s: its limits on loads are ignored: %s", self.id, error)
             return LoadLimits()
 
     @property

@@ -83,7 +83,7 @@ class MoverJob:
         """Which rows have arrived. Raises the job's StoreError, which names its blocks."""
         if not self.wait(timeout):
             raise StoreError(
-                f"{self.kind.name.lower()} of {len(self.keys)} rows is not over after {timeout} s",
+                f"{self.kind.name.lower()} of {len(self.keys)} rows is not done after {timeout} s",
                 blocks=self.blocks,
             )
         if self.error is not None:

@@ -46,7 +46,7 @@ def _conv(config: Config, key: str, channels: Extent) -> Field:
     """The inputs that a convolution remembers."""
     taps = config.count(key)
     if taps < 2:
-        raise config.error(f"{key} is {taps}: such a convolution remembers nothing")
+        raise config.error(f"{key} is {taps}: a convolution of that length keeps no state")
     return Field("conv", own_dtype(config), (channels, Extent.whole("tap", taps - 1)))
 
 

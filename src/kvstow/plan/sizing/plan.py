@@ -133,7 +133,7 @@ class RankLayers:
 
     @property
     def kv_dtype(self) -> str:
-        """The cache dtype that was asked for, or the first one that the model has."""
+        """The requested cache dtype, or the model's first one."""
         kv_dtype = self.deployment.kv_dtype
         if kv_dtype is not None and kv_dtype.lower() != "auto":
             return kv_dtype
@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def rank(self) -> int:
-        """The rank that was asked for."""
+        """The requested rank."""
         return self.held.rank
 
     @property
@@ -219,7 +219,7 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the rank that was asked for."""
+        """The layout of the requested rank."""
         return self._planned[self.rank]
 
     @cached_property

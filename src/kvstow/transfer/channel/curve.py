@@ -24,7 +24,7 @@ class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """A CURVE key pair, and the public keys of those whom we talk to (Z85 text).
+    """A CURVE key pair, and the public keys of the agents it may talk to (Z85 text).
 
     An agent with keys lets nobody else in and dials nobody else, whatever a ticket says.
     """
@@ -35,13 +35,13 @@ class Keys:
 
     @staticmethod
     def fresh() -> "Keys":
-        """A new pair that knows nobody yet."""
+        """A new pair, without peers yet."""
         public, secret = zmq.curve_keypair()
         return Keys(public=public.decode(), secret=secret.decode(), peers=frozenset())
 
     @staticmethod
     def read(file: Path) -> "Keys":
-        """The pair in a file, and those whom it lets in; SpecError where there is none."""
+        """The pair and its peers in a file; SpecError if the file has none."""
         try:
             with file.open("rb") as stream:
                 found = msgspec.json.decode(stream.read(MAX_KEYS_BYTES), type=_KeysFile)
@@ -74,8 +74,8 @@ def check_key(key: str, keys: Keys | None, address: str) -> None:
 
 def _refused(address: str, why: str) -> TransferError:
     return TransferError(
-        f"agent at {address}: {why}\n\nhint: put the public key of every agent that is to be "
-        f"talked to into Keys(peers=...)",
+        f"agent at {address}: {why}\n\nhint: list the public key of every agent to talk "
+        f"to in Keys(peers=...)",
         kind="refused",
         peer=address,
     )

@@ -96,7 +96,7 @@ class Ticket:
         return made
 
     def is_signed_by(self, key: bytes) -> bool:
-        """Whether it is as the agent with this key has written it."""
+        """Whether the agent with this key has signed it as it is."""
         return compare_digest(self.signature, _signature(self.body, key))
 
     @cached_property
@@ -156,7 +156,7 @@ class Ticket:
 
     @staticmethod
     def parse(text: str, *, max_body_bytes: int = MAX_BODY_BYTES) -> "Ticket":
-        """The ticket that `str` has printed; TransferError for anything else."""
+        """The ticket in the text that `str(ticket)` makes; TransferError for anything else."""
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _bad(f"it is {type(text).__name__}, not text\n\nhint: str(ticket) is its text")
         if len(text) > 2 * MAX_BYTES:

@@ -146,7 +146,7 @@ class LocalTransport:
             name = msgspec.msgpack.decode(metadata[:MAX_METADATA], type=_Metadata).name
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TransferError(
-                f"local: metadata are not whole: {error}", kind="refused", peer=peer
+                f"local: metadata are incomplete: {error}", kind="refused", peer=peer
             ) from None
         if name != peer:
             raise TransferError(

@@ -99,7 +99,7 @@ class NixlTransport:
 
     The engine has data ports of its own. With a `listen` address on loopback they are only
     there on loopback too; otherwise, or where `UCX_NET_DEVICES` is set, on whatever UCX uses.
-    `num_threads` is the backend's own option: long lists of descriptors are shared out.
+    `num_threads` is the backend's own option: threads share long lists of descriptors.
     """
 
     def __init__(self, *, listen: str = "tcp://127.0.0.1:*", num_threads: int = 0) -> None:
@@ -160,7 +160,7 @@ class NixlTransport:
         with _faults("connect", peer):
             taken = self.engine.add_remote_agent(whole)
         if not taken:
-            raise TransferError("nixl: metadata were not taken", kind="transport", peer=peer)
+            raise TransferError("nixl: metadata were not accepted", kind="transport", peer=peer)
         self._peers[peer] = whole
 
     def disconnect(self, peer: str) -> None:
@@ -197,7 +197,9 @@ class NixlTransport:
     def _listed(self, rows: npt.NDArray[np.uint64], kind: MemoryKind) -> Any:
         listed = self.engine.get_xfer_descs(rows, kind)
         if listed is None:
-            raise TransferError(f"nixl: {len(rows)} descriptors were not taken", kind="transport")
+            raise TransferError(
+                f"nixl: {len(rows)} descriptors were not accepted", kind="transport"
+            )
         return listed
 
     def progress(self) -> None:

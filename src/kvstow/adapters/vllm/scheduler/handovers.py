@@ -121,7 +121,7 @@ class Handovers(PrefixSource):
             is_unnamed = ticket.identity == b"" and not self._engine.weights.have_changed
             if ticket.identity != own.digest and not is_unnamed:
                 raise TransferError(
-                    f"agent {ticket.agent!r} computes otherwise than {own.model!r} "
+                    f"agent {ticket.agent!r} does not compute the same as {own.model!r} "
                     "here: weights, configuration, cache dtype or kernels differ\n\n"
                     "hint: compare both instances' manifest_file with `kvstow route`; weights that "
                     "were changed in place need the same weight version in both",
