@@ -91,18 +91,18 @@ def chunk(dtype: torch.dtype, fill: int) -> Any:
     return TensorMemoryObj(raw, about, None)
 
 
-def stored(made: "KvstowL2Adapter", dtype: torch.dtype, fill: int) -> bool:
-    task = made.submit_store_task([key()], [chunk(dtype, fill)])
+def stored(made: "KvstowL2Adapter", dtype: torch.dtype, fill: int, number: int = 1) -> bool:
+    task = made.submit_store_task([key(number)], [chunk(dtype, fill)])
     done: dict[int, Any] = {}
     wait_for(lambda: done.update(made.pop_completed_store_tasks()) or task in done)
     return done[task].is_successful()
 
 
-def found(made: "KvstowL2Adapter", *described: torch.dtype) -> bool:
+def found(made: "KvstowL2Adapter", *described: torch.dtype, number: int = 1) -> bool:
     from lmcache.v1.distributed.api import MemoryLayoutDesc
 
     about = MemoryLayoutDesc([torch.Size([1]) for _ in described], list(described))
-    task = made.submit_lookup_and_lock_task([key()], {0: about})
+    task = made.submit_lookup_and_lock_task([key(number)], {0: about})
     return answer(made.query_lookup_and_lock_result, task)
 
 
@@ -172,10 +172,69 @@ def test_chunks_that_a_serde_has_made_bytes_of_are_found_by_the_types_of_the_eng
         assert loaded(made, torch.uint8) == 7
 
 
-def test_a_chunk_is_forgotten_whatever_its_elements_are(tmp_path: Path):
+def test_chunks_are_found_and_forgotten_by_a_process_that_is_not_told_what_their_elements_are(
+    tmp_path: Path,
+):
     with adapter(tmp_path) as made:
         assert stored(made, torch.bfloat16, 8)
         assert stored(made, torch.float16, 9)
+    with adapter(tmp_path) as made:
+        assert found(made)
         made.delete([key()])
-        assert not found(made, torch.bfloat16)
-        assert not found(made, torch.float16)
+        assert not any(found(made, *each) for each in ((), (torch.bfloat16,), (torch.float16,)))
+
+
+# ── what LMCache is told ──────────────────────────────────────────────────────────────
+
+
+def listener(of: "KvstowL2Adapter") -> list[Any]:
+    """The keys that LMCache hears are gone."""
+    from lmcache.v1.distributed.internal_api import L2AdapterListener
+
+    gone: list[Any] = []
+
+    class Listener(L2AdapterListener):
+        def on_l2_keys_stored(self, keys: list[Any], sizes: list[int]) -> None: ...
+
+        def on_l2_keys_accessed(self, keys: list[Any]) -> None: ...
+
+        def on_l2_keys_deleted(self, keys: list[Any]) -> None:
+            gone.extend(keys)
+
+    of.register_listener(Listener())
+    return gone
+
+
+def test_bytes_are_accounted_for_once_and_those_of_another_process_not_at_all(tmp_path: Path):
+    with adapter(tmp_path) as made:
+        assert stored(made, torch.float16, 1)
+        assert stored(made, torch.float16, 1)
+        assert made.get_usage().total_bytes_used == NBYTES
+        assert made.get_usage().total_capacity_bytes == 16 << 20
+    with adapter(tmp_path) as made:
+        assert stored(made, torch.float16, 1, number=2)
+        gone = listener(made)
+        made.delete([key(1), key(3)])
+        assert gone == [key(1)]
+        assert made.get_usage().total_bytes_used == NBYTES
+
+
+def test_what_the_store_evicts_by_itself_is_no_longer_accounted_for(tmp_path: Path):
+    with adapter(tmp_path, capacity="64KiB") as made:
+        gone = listener(made)
+        numbers = range(100)
+        assert all(stored(made, torch.float16, 1, number=i) for i in numbers)
+        here = [key(i) for i in numbers if found(made, number=i)]
+        assert 0 < len(here) < len(numbers)
+        assert made.get_usage().total_bytes_used == len(here) * NBYTES
+        assert {*gone, *here} == {key(i) for i in numbers}
+
+
+def test_its_medium_is_a_disk_of_this_host(tmp_path: Path):
+    api = pytest.importorskip("lmcache.v1.distributed.api")
+    if not hasattr(api, "MemoryTags"):
+        pytest.skip("asked for since 0.5.7")
+    with adapter(tmp_path) as made:
+        assert made.get_memory_tags() == api.MemoryTags(
+            api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL
+        )

@@ -1,6 +1,3 @@
-# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUntypedBaseClass=false
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownParameterType=false, reportUnknownVariableType=false
 """SGLang's HiCache on kvstow's store; the only module that imports sglang.
 
 SGLang calls a page by a hash of its tokens and all before them, with a request's salt and adapter.
@@ -15,21 +12,10 @@ kept, with a line in the log: the engine computes on.
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    HiCacheStorageConfig,
-    HiCacheStorageExtraInfo,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-    PoolTransferResult,
-)
-from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_lora, get_model
 
 from kvstow.adapters.chunks import ChunkStore
 from kvstow.adapters.sglang.hits import PoolPresence, leading, restorable_pages
@@ -38,6 +24,63 @@ from kvstow.adapters.sglang.pages import HostPages, HostPool
 from kvstow.errors import KvstowError, SpecError
 from kvstow.offload.remote.calls import Tallies
 from kvstow.offload.tier import Bools, log
+from kvstow.plan.identity import Identity
+
+if TYPE_CHECKING:
+    from enum import Enum
+
+    from kvstow.adapters.sglang.options import RankConfig
+
+    class HiCacheStorage:
+        """What is used of SGLang's: it remembers its host pools."""
+
+        def register_mem_pool_host(self, mem_pool_host: Any) -> None: ...
+
+        def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None: ...
+
+    class HiCacheStorageConfig(RankConfig, Protocol):
+        enable_storage_metrics: bool
+
+    class PoolName(Enum):
+        KV = "kv"
+        MAMBA = "mamba"
+
+    class PoolHitPolicy(Enum):
+        TRAILING_PAGES = "trailing_pages"
+        BLOCK_GROUPS = "block_groups"
+
+    class PoolTransfer(Protocol):
+        """Pages of one pool that are looked up, read or written."""
+
+        name: Any
+        keys: list[str] | None
+        host_indices: torch.Tensor | None
+        hit_policy: PoolHitPolicy
+
+    class PoolTransferResult:
+        def __init__(self, pages: int, by_pool: dict[PoolName, int], lengths: list[int]): ...
+
+    class StorageMetrics:
+        prefetch_pgs: list[int]
+        backup_pgs: list[int]
+        prefetch_bandwidth: list[float]
+        backup_bandwidth: list[float]
+
+    def get_lora() -> Any: ...
+
+    def get_model() -> Any: ...
+
+else:
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorage,
+        HiCacheStorageConfig,
+        PoolHitPolicy,
+        PoolName,
+        PoolTransfer,
+        PoolTransferResult,
+    )
+    from sglang.srt.observability.metrics_collector import StorageMetrics
+    from sglang.srt.runtime_context import get_lora, get_model
 
 KV = PoolName.KV.value
 FLUSH_SECONDS = 10.0
@@ -89,7 +132,7 @@ class KvstowHiCache(HiCacheStorage):
         how = "in place" if pages.is_in_place else "gathered"
         log.info("sglang: pool %s: pages of %s bytes, %s, %s", name, pages.sizes, how, rank)
 
-    def _identity(self, pool: Any) -> Any:
+    def _identity(self, pool: Any) -> Identity:
         model = get_model()
         return self._options.computation(
             self._config,
@@ -115,16 +158,14 @@ class KvstowHiCache(HiCacheStorage):
     def exists(self, key: str) -> bool:
         return bool(self._present(KV, [key]).all())
 
-    def batch_exists(
-        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> int:
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         return leading(self._present(KV, keys))
 
     def batch_exists_v2(
         self,
         keys: list[str],
         pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        extra_info: Any = None,
     ) -> PoolTransferResult:
         """Pools of which SGLang wants block groups get no verdict, as it allows."""
         kv = self._present(KV, keys)
@@ -154,12 +195,12 @@ class KvstowHiCache(HiCacheStorage):
         self,
         keys: list[str],
         host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        extra_info: Any = None,
     ) -> list[bool]:
         return self._get(KV, keys, host_indices)
 
     def batch_get_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+        self, transfers: list[PoolTransfer], extra_info: Any = None
     ) -> dict[str, list[bool]]:
         return {each.name: self._get(each.name, each.keys, each.host_indices) for each in transfers}
 
@@ -205,12 +246,12 @@ class KvstowHiCache(HiCacheStorage):
         self,
         keys: list[str],
         host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        extra_info: Any = None,
     ) -> list[bool]:
         return self._set(KV, keys, host_indices)
 
     def batch_set_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+        self, transfers: list[PoolTransfer], extra_info: Any = None
     ) -> dict[str, list[bool]]:
         return {each.name: self._set(each.name, each.keys, each.host_indices) for each in transfers}
 
