@@ -6,12 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from block_layouts import (
-    HYBRID,
-    RECURRENT,
-    layer,
-    packed_layout,
-)
+from block_layouts import HYBRID, RECURRENT, cache, layer, packed_layout, rows_per_slab
 from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
 from kvstow.errors import BlockError, OutOfBlocks, WrongThread
@@ -48,7 +43,11 @@ def test_nobody_can_give_back_the_hold_of_the_quarantine() -> None:
 def test_a_row_is_quarantined_once_and_freed_of_it_once() -> None:
     pool = Pool(packed_layout((layer("a"),), 3))
     ids = pool.hold(0, 2)
+    lost: list[int] = []
+    pool.on_evict.append(lambda group, ids: lost.extend(ids.tolist()))
+    pool.keep(0, ids)
     pool.quarantine(0, ids[:1])
+    assert lost == ids[:1].tolist()
     with pytest.raises(BlockError, match=f"block {ids[0]} is in quarantine already"):
         pool.quarantine(0, ids)
     with pytest.raises(BlockError, match=f"block {ids[1]} is not in quarantine"):
@@ -137,6 +136,15 @@ def test_releasing_what_is_not_held_names_the_block(ids: list[int]) -> None:
         pool.keep(0, [5])
     with pytest.raises(BlockError):
         pool.share(0, [5])
+
+
+def test_only_slabs_with_held_rows_strand_their_free_ones() -> None:
+    pool = Pool(packed_layout(RECURRENT, 6))
+    size = rows_per_slab(pool, 0)
+    cache(pool, 0, size)
+    assert pool.num_stranded(0) == 0
+    pool.hold(0, 1)
+    assert pool.num_stranded(0) == size - 1
 
 
 def test_a_single_id_is_a_list_of_one() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvstow.errors import BlockError, CopyError, SpecError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import _copy_on_host, block_copies, choose_method, copy
-from kvstow.memory.cuda import GROWTH, OPENING, gather, rounds, warm_up, word_bytes
+from kvstow.memory.cuda import GROWTH, OPENING, compile_copies, gather, rounds, word_bytes
 from kvstow.memory.kernels import copy as kernels
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
@@ -314,10 +314,10 @@ def test_the_gather_kernel_is_compiled_for_words_and_for_no_number_of_copies():
     assert set(asked["do_not_specialize"]) == {"num_runs", "num_units", "tiles"}
     arena = Arena(flat())
     with mock.patch.object(kernels, "copy_runs") as run:
-        warm_up(arena.bytes, arena.layout)
+        compile_copies(arena.bytes, arena.layout)
     assert {call.args[3] for call in run.call_args_list} == {16}
     assert {call.kwargs["width"] for call in run.call_args_list} == set(kernels.WIDTHS)
-    warm_up(arena.bytes, arena.layout)  # and really
+    compile_copies(arena.bytes, arena.layout)  # and really
 
 
 @given(st.integers(0, 5000))

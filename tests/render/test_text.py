@@ -16,7 +16,7 @@ from kvstow.plan.retention import Full, Window
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Run
 from kvstow.render import text
-from kvstow.render.text import Bar, Ruler, are_rows, rows_picture, short_name, slab_picture
+from kvstow.render.text import Bar, Ruler, are_rows, layer_label, rows_picture, slab_picture
 from planning import attention, layouts, recurrent
 
 
@@ -104,7 +104,7 @@ def test_a_page_that_is_named_stands_where_its_layer_is(layout, width):
             places = {
                 nearest(page[0].offset - base, longest, width - 1 - start)
                 for layer, page in zip(rows.group.layers, rows.placements, strict=True)
-                if short_name(layer) == found[1]
+                if layer_label(layer) == found[1]
             }
             assert found.start() - start in places
 
@@ -159,7 +159,7 @@ def test_groups_that_share_nothing_lie_one_after_the_other():
     ],
 )
 def test_a_layer_is_called_by_its_number_where_it_has_one(name, short):
-    assert short_name(attention(name)) == short
+    assert layer_label(attention(name)) == short
 
 
 def test_very_long_names_leave_room_for_the_picture():

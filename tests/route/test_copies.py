@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.route.copies import Copies, chunks, cut, joined, merged
+from kvstow.route.copies import Copies, chunks, cut
 
 
 @st.composite
@@ -39,7 +39,7 @@ def in_order(*parts: Copies) -> list[tuple[int, int]]:
 
 @given(copies(), st.sampled_from(["source", "destination"]))
 def test_merged_copies_are_the_same_copies_in_the_fewest_pieces(some, by):
-    fewer = merged(some, by=by)
+    fewer = some.merged(by=by)
     assert sorted(in_order(fewer)) == sorted(in_order(some))
     ordered = sorted(in_order(some))
     breaks = sum((b[0] - a[0], b[1] - a[1]) != (1, 1) for a, b in pairwise(ordered))
@@ -69,7 +69,7 @@ def test_chunks_are_the_copies_in_order(some, size):
 def test_parts_put_together_again_are_the_whole(some, one, other):
     lo, hi = sorted((min(one, len(some)), min(other, len(some))))
     parts = [some.part(0, lo), some.part(lo, hi), some.part(hi, len(some))]
-    assert in_order(joined(parts)) == in_order(some)
+    assert in_order(Copies.joined(parts)) == in_order(some)
     assert sum(part.total for part in parts) == some.total == len(in_order(some))
 
 

@@ -143,18 +143,18 @@ class Ledger:
         free in every group.
         """
         self.pool.check_thread()
-        known = prompt if isinstance(prompt, Prompt) else None
-        length = len(prompt) if isinstance(prompt, Prompt) else _counted(prompt)
+        content = prompt if isinstance(prompt, Prompt) else None
+        length = len(prompt) if isinstance(prompt, Prompt) else _num_tokens(prompt)
         if length < 1:
             raise BlockError(f"a request of {length} tokens cannot be admitted, 1 is the least")
         if num_tokens is not None and not 1 <= num_tokens <= length:
             raise BlockError(f"{num_tokens} tokens of a prompt of {length} cannot be admitted")
-        hit = self.prefixes.hit(known) if self.prefixes and known else MISS
+        hit = self.prefixes.hit(content) if self.prefixes and content else MISS
         upto = max(hit.num_tokens, length if num_tokens is None else num_tokens)
         held = self._hold_for_admission(hit, upto)
         if self._requests.is_full:
             self._reserve(max(64, 2 * self._requests.num_slots))
-        slot = self._requests.open(upto, known, hit.num_tokens)
+        slot = self._requests.open(upto, content, hit.num_tokens)
         copies = tuple(
             copy for g in range(len(self.groups)) for copy in self._open(slot, g, hit, held[g])
         )
@@ -336,7 +336,7 @@ class Ledger:
                 if source is None or len(source.prompt) < tokens:
                     continue
                 row, hashes = table.all_ids(slot), source.prompt.hash_after(tokens)
-                if not (self.pool.suspect(g, row) | self.prefixes.known(g, hashes)).any():
+                if not (self.pool.suspect(g, row) | self.prefixes.has(g, hashes)).any():
                     due.append(Checkpoint(g, int(row[0]), hashes, source))
         return due
 
@@ -418,21 +418,21 @@ class Ledger:
             twice = sum(len(ids) - len(np.unique(ids)) for ids in each)
             if twice:
                 broken.append(f"group {group.name!r}: {twice} ids are in one request twice")
-            counted = np.bincount(rows, minlength=self.pool.layout.num_blocks(g))
-            holds = self.pool.holds(g, np.arange(len(counted)))
-            for row in np.nonzero(counted > holds)[0][:3]:
+            uses = np.bincount(rows, minlength=self.pool.layout.num_blocks(g))
+            holds = self.pool.holds(g, np.arange(len(uses)))
+            for row in np.nonzero(uses > holds)[0][:3]:
                 broken.append(
-                    f"group {group.name!r}: block {row} is in {counted[row]} requests and has "
+                    f"group {group.name!r}: block {row} is in {uses[row]} requests and has "
                     f"{holds[row]} holds"
                 )
-            known = self.prefixes.rows(g) if self.prefixes else NONE
-            for row in known[~self.pool.kept(g, known)][:3]:
+            findable = self.prefixes.rows(g) if self.prefixes else NONE
+            for row in findable[~self.pool.kept(g, findable)][:3]:
                 broken.append(f"group {group.name!r}: block {row} can be found and is not kept")
         if broken:
             raise BlockError("\n".join(broken))
 
 
-def _counted(num_tokens: int) -> int:
+def _num_tokens(num_tokens: int) -> int:
     """The number of tokens, of numpy's kinds too. BlockError for tokens that are no `Prompt`: they
     would be counted, and found by nobody."""
     try:

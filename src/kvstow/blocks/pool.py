@@ -337,15 +337,15 @@ def _each_once(ids: Ints) -> tuple[Ints, int | Ints]:
 def _out_of_blocks(slabs: Slabs, needs: Mapping[int, int], missing: int) -> OutOfBlocks:
     """What is needed and what is free, in every group that needs some."""
     available = {rows.group: slabs.num_available(rows) for rows in slabs.groups}
-    wanted = [rows for rows in slabs.groups if needs.get(rows.group)]
+    groups = [rows for rows in slabs.groups if needs.get(rows.group)]
     lines = [
         f"{rows.name!r}: {needs[rows.group]} needed, {available[rows.group]} free"
-        for rows in wanted
+        for rows in groups
     ]
-    together = f"; {missing} slabs too few for all of them together" if len(wanted) > 1 else ""
+    together = f"; {missing} slabs too few for all of them together" if len(groups) > 1 else ""
     return OutOfBlocks(
         f"rows of group {'; of group '.join(lines)}{together}\n\n"
         "hint: release a request, or plan a larger budget",
-        needed=sum(needs[rows.group] for rows in wanted),
-        free=sum(min(needs[rows.group], available[rows.group]) for rows in wanted),
+        needed=sum(needs[rows.group] for rows in groups),
+        free=sum(min(needs[rows.group], available[rows.group]) for rows in groups),
     )

@@ -147,7 +147,7 @@ class PrefixCache:
                 ends[source] = max(ends.get(source, 0), (k + 1) * self._step[g])
         return {source for source, end in ends.items() if not source.prompt.agrees(prompt, end)}
 
-    def known(self, g: int, hashes: Hashes) -> Bools:
+    def has(self, g: int, hashes: Hashes) -> Bools:
         """Which hashes the group has a row for."""
         return self._index[g].find(hashes) >= 0
 

@@ -67,11 +67,11 @@ class Prompt:
         own = _own(tokens)
         if not isinstance(salt, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SpecError(f"salt {salt!r} is {type(salt).__name__}\n\nhint: salt.encode()")
-        given = _checked(extra, len(own))
+        content = _checked(extra, len(own))
         sums = _sums(own, 0, np.uint64(_word(salt)))
-        for position, digest in given:
+        for position, digest in content:
             sums[position:] += np.uint64(_word(digest, position))
-        return Prompt(own, salt, given, sums)
+        return Prompt(own, salt, content, sums)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -116,26 +116,26 @@ def _before(extra: Extra, num_tokens: int) -> list[tuple[int, bytes]]:
 
 def _own(tokens: npt.ArrayLike) -> Tokens:
     try:
-        given = np.asarray(tokens)
+        array = np.asarray(tokens)
     except ValueError as error:
         raise SpecError(f"token ids are not a list of whole numbers: {error}") from None
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        hint = "\n\nhint: a prompt is one sequence: tokens[0]" if given.ndim == 2 else ""
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        hint = "\n\nhint: a prompt is one sequence: tokens[0]" if array.ndim == 2 else ""
         raise SpecError(
-            f"token ids are {given.dtype} {given.shape}, not a list of whole numbers{hint}"
+            f"token ids are {array.dtype} {array.shape}, not a list of whole numbers{hint}"
         )
-    if given.size and (given.min() < 0 or given.max() >= 1 << 31):
-        raise SpecError(f"token ids {given.min()} … {given.max()} are not all in [0, 2^31)")
-    return np.array(given, np.int32)
+    if array.size and (array.min() < 0 or array.max() >= 1 << 31):
+        raise SpecError(f"token ids {array.min()} … {array.max()} are not all in [0, 2^31)")
+    return np.array(array, np.int32)
 
 
 def _checked(extra: Iterable[tuple[int, bytes]], num_tokens: int) -> Extra:
     """Extra content, by position."""
     try:
-        given = tuple((int(index(position)), digest) for position, digest in extra)
+        content = tuple((int(index(position)), digest) for position, digest in extra)
     except (TypeError, ValueError) as error:
         raise SpecError(f"extra content is not pairs of a position and a digest: {error}") from None
-    for position, digest in given:
+    for position, digest in content:
         if not 0 <= position < num_tokens:
             raise SpecError(
                 f"extra content begins at token {position} of {num_tokens}\n\n"
@@ -146,7 +146,7 @@ def _checked(extra: Iterable[tuple[int, bytes]], num_tokens: int) -> Extra:
                 f"extra content at token {position} has the digest {digest!r}\n\n"
                 "hint: give the bytes of a digest, such as hashlib.blake2b(content).digest()"
             )
-    return tuple(sorted(given))
+    return tuple(sorted(content))
 
 
 def _word(data: bytes, position: int = -1) -> int:

@@ -222,11 +222,11 @@ class Slabs:
 def broken_counts(slabs: Slabs) -> Iterator[str]:
     """Every number that does not add up when all is counted again from the rows, with both
     values."""
-    for what, counted, written in _recounted(slabs):
-        counted, written = np.atleast_1d(counted), np.atleast_1d(written)
-        for at in np.nonzero(counted != written)[0][:3]:
-            place = f" {at}" if len(counted) > 1 else ""
-            yield f"{what}{place}: {counted[at]} counted, {written[at]} in the books"
+    for what, count, written in _recounted(slabs):
+        count, written = np.atleast_1d(count), np.atleast_1d(written)
+        for at in np.nonzero(count != written)[0][:3]:
+            place = f" {at}" if len(count) > 1 else ""
+            yield f"{what}{place}: {count[at]} counted, {written[at]} in the books"
 
 
 def _recounted(slabs: Slabs) -> Iterator[tuple[str, npt.ArrayLike, npt.ArrayLike]]:
@@ -237,8 +237,8 @@ def _recounted(slabs: Slabs) -> Iterator[tuple[str, npt.ArrayLike, npt.ArrayLike
         slab = rows.slabs_of(np.arange(rows.num_rows))
         held += np.bincount(slab[is_held], minlength=slabs.num_slabs)
         cached += np.bincount(slab[is_cached], minlength=slabs.num_slabs)
-        for what, counted, written in _recounted_rows(slabs, rows, is_held, is_cached):
-            yield f"group {rows.name!r}: {what}", counted, written
+        for what, count, written in _recounted_rows(slabs, rows, is_held, is_cached):
+            yield f"group {rows.name!r}: {what}", count, written
     yield "held rows of slab", held, slabs.held
     yield "cached rows of slab", cached, slabs.cached
     usable = np.arange(slabs.num_slabs) >= slabs.num_null

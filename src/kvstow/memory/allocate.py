@@ -71,7 +71,7 @@ def host_bytes(
     return HostBytes(memory, file)
 
 
-def file_bytes(file: int, nbytes: int) -> torch.Tensor:
+def mapped_bytes(file: int, nbytes: int) -> torch.Tensor:
     """Host memory over an open file, which may be closed: the mapping stays."""
     return _mapped(nbytes, 1, file)
 

@@ -23,7 +23,7 @@ from kvstow.memory import cuda
 from kvstow.memory.arena import Arena, checked_ids
 from kvstow.plan.layout import Layout, page_runs
 from kvstow.plan.view import Ints, Run
-from kvstow.route.copies import Copies, cut, merged
+from kvstow.route.copies import Copies, cut
 
 Method = Literal["memmove", "batch", "kernel", "plain"]
 Result = TypeVar("Result")
@@ -142,7 +142,7 @@ def block_copies(
         np.concatenate([strip.offset + places * strip.stride for strip in there]),
         np.repeat([strip.nbytes for strip in here], len(sources)),
     )
-    return merged(copies, by="source")
+    return copies.merged(by="source")
 
 
 def _row(layout: Layout, group: int) -> object:
@@ -168,7 +168,7 @@ def _checked(source: Arena, destination: Arena, copies: Copies) -> Copies:
     bus."""
     _check_inside(copies.source, copies.nbytes, source.regions, "source")
     _check_inside(copies.destination, copies.nbytes, destination.regions, "destination")
-    copies = merged(copies, by="source" if source.device.type == "cpu" else "destination")
+    copies = copies.merged(by="source" if source.device.type == "cpu" else "destination")
     _check_apart(copies.destination, copies.nbytes)
     starts, ends = (
         [arena.address + n * arena.nbytes for arena in (source, destination)] for n in (0, 1)

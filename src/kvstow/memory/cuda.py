@@ -180,7 +180,7 @@ def gather(
     return table
 
 
-def warm_up(memory: torch.Tensor, layout: Layout) -> None:
+def compile_copies(memory: torch.Tensor, layout: Layout) -> None:
     """Compile what copies of a layout's blocks and tokens run on a device, by copying a few bytes
     of it: for words as long as a cell's, and longer."""
     from kvstow.memory.kernels.copy import WIDTHS, WORDS, copy_runs

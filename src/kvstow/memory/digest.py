@@ -230,7 +230,7 @@ def _on_host(arena: Arena, part: Part) -> int:
     unit, ids = part.unit, part.ids
     table = part.keys.in_words(unit)
     states = part.logical[:, None] * part.states + np.arange(part.states)
-    counted = ((states >= part.interval[0]) & (states < part.interval[1])).astype(np.uint64)
+    counts = ((states >= part.interval[0]) & (states < part.interval[1])).astype(np.uint64)
     heads_outside = part.head_stride > part.token_stride
     step = max(1, CHUNK_BYTES // (part.states * table.size * unit))
     sums = np.zeros((), np.uint64)
@@ -244,7 +244,7 @@ def _on_host(arena: Arena, part: Part) -> int:
             offset,
             (part.block_stride, outer[1], inner[1], unit),
         )
-        factors = state_keys(seed, states) * counted
+        factors = state_keys(seed, states) * counts
         for at in range(0, len(ids), step):
             some = cells[ids[at : at + step]]
             if heads_outside:

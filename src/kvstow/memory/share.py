@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvstow.errors import NotShared
-from kvstow.memory.allocate import bytes_at, file_bytes, host_bytes
+from kvstow.memory.allocate import bytes_at, host_bytes, mapped_bytes
 from kvstow.memory.arena import Arena
 from kvstow.memory.cuda import runtime
 from kvstow.plan.layout import Layout
@@ -160,7 +160,7 @@ def mapped_file(process: int, file: SharedFile, nbytes: int) -> torch.Tensor:
         facts = os.fstat(ours)
         if (facts.st_dev, facts.st_ino) != (file.device, file.inode) or facts.st_size < nbytes:
             raise NotShared("process", f"process {process} has another file there")
-        return file_bytes(ours, nbytes)
+        return mapped_bytes(ours, nbytes)
     finally:
         os.close(ours)
 

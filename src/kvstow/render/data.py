@@ -241,7 +241,7 @@ def _bands(
     pair: GroupPair, source: _Side, destination: _Side, number: int, start: int
 ) -> list[list[int]]:
     """`[route, source place, its bytes, destination place, its bytes, copies, bytes copied]`."""
-    found: list[list[int]] = []
+    bands: list[list[int]] = []
     near, far = source.nbytes // RESOLUTION, destination.nbytes // RESOLUTION
     token = 0
     for lanes in pair.period:
@@ -250,9 +250,9 @@ def _bands(
         d = destination.places(lanes.copies.destination, d_block)
         columns = s.tolist(), d.tolist(), lanes.copies.nbytes.tolist()
         for here, there, nbytes in zip(*columns, strict=True):
-            _add(found, [number, here, nbytes, there, nbytes, 1, nbytes], near, far)
+            _add(bands, [number, here, nbytes, there, nbytes, 1, nbytes], near, far)
         token += lanes.tokens
-    return found
+    return bands
 
 
 def _add(bands: list[list[int]], band: list[int], near: int, far: int) -> None:

@@ -64,7 +64,7 @@ def plan_data(
     planned as they were asked for, with no other `tp` or `pp`.
     """
     index = Index()
-    asked = held.deployment
+    base = held.deployment
     choices = _choices(order, packing)
     alike: dict[tuple[tuple[Group, ...], int | None], dict[str, Any]] = {}
     variants: list[dict[str, Any]] = []
@@ -78,15 +78,15 @@ def plan_data(
     return {
         "kvstow": __version__,
         "model": held.model.name,
-        "source": str(asked.model),
-        "name": asked.name,
-        "align": asked.alignment.wishes(),
+        "source": str(base.model),
+        "name": base.name,
+        "align": base.alignment.wishes(),
         "rank": held.rank,
-        "pp": asked.pp,
+        "pp": base.pp,
         "kv_dtype": held.kv_dtype,
-        "asked_dtype": asked.kv_dtype,
-        "budget": asked.budget,
-        "slabs_asked": asked.num_slabs,
+        "asked_dtype": base.kv_dtype,
+        "budget": base.budget,
+        "slabs_asked": base.num_slabs,
         "notes": list(held.model.notes),
         "orders": sorted(ORDERS, key=lambda each: each[0]),
         "packings": list(PACKINGS),
@@ -99,36 +99,36 @@ def plan_data(
 
 
 def _tps(held: RankLayers) -> list[int]:
-    asked = held.deployment
-    return [asked.tp] if held.rank else sorted({*TP, asked.tp})
+    base = held.deployment
+    return [base.tp] if held.rank else sorted({*TP, base.tp})
 
 
 def _tokens(held: RankLayers) -> list[int]:
     """Tokens per block to try, whole and within reason; what was asked for is among them."""
-    asked = held.block_tokens
-    tried = {int(asked * factor) for factor in FACTORS if asked * factor >= 1}
-    return sorted(n for n in tried if n == asked or n <= MOST_TOKENS)
+    base = held.block_tokens
+    tried = {int(base * factor) for factor in FACTORS if base * factor >= 1}
+    return sorted(n for n in tried if n == base or n <= MOST_TOKENS)
 
 
 def _variants(held: RankLayers) -> list[RankLayers]:
     """What was asked for, and what the page's controls can make of it."""
-    asked, tokens = held.deployment, held.block_tokens
+    base, tokens = held.deployment, held.block_tokens
     changes: list[dict[str, Any]] = [
         {"tp": tp, "block_tokens": n} for tp in _tps(held) for n in _tokens(held)
     ]
     if not held.rank:
         changes += [{"pp": pp, "block_tokens": tokens} for pp in PP]
     changes += [{"kv_dtype": dtype, "block_tokens": tokens} for dtype in DTYPES]
-    if asked.budget is not None:
-        sizes = [int(asked.budget * factor) for factor in FACTORS]
+    if base.budget is not None:
+        sizes = [int(base.budget * factor) for factor in FACTORS]
         changes += [{"memory": size, "block_tokens": tokens} for size in sizes]
-    found = {repr(_choice(held)): held}
+    variants = {repr(_choice(held)): held}
     for change in changes:
         with suppress(KvstowError):
-            other = replace(asked, **change).on_rank(held.rank)
+            other = replace(base, **change).on_rank(held.rank)
             if other.block_tokens == change["block_tokens"]:
-                found.setdefault(repr(_choice(other)), other)
-    return sorted(found.values(), key=lambda each: (each.deployment.tp, each.block_tokens))
+                variants.setdefault(repr(_choice(other)), other)
+    return sorted(variants.values(), key=lambda each: (each.deployment.tp, each.block_tokens))
 
 
 def _choice(held: RankLayers) -> dict[str, Any]:
@@ -155,11 +155,11 @@ def _choices(order: Order, packing: Packing) -> list[tuple[Order, Packing]]:
 def _planned_all(
     held: RankLayers, choices: list[tuple[Order, Packing]], index: Index
 ) -> dict[str, Any]:
-    known: dict[object, dict[str, Any]] = {}
+    cache: dict[object, dict[str, Any]] = {}
     return {
         "per_layer": per_layer_figures(held.groups),
         "layouts": {
-            f"{order} {packing}": _planned(held, order, packing, index, known)
+            f"{order} {packing}": _planned(held, order, packing, index, cache)
             for order, packing in choices
         },
     }
@@ -170,7 +170,7 @@ def _planned(
     order: Order,
     packing: Packing,
     index: Index,
-    known: dict[object, dict[str, Any]],
+    cache: dict[object, dict[str, Any]],
 ) -> dict[str, Any]:
     try:
         layout = held.changed(order=order, packing=packing).layout()
@@ -180,11 +180,11 @@ def _planned(
         **layout_record(layout, index),
         "copies": list(descriptors(layout)),
         "padding": [round(part, 6) for part in padding_fractions(layout)],
-        **_holding(layout, known),
+        **_holding(layout, cache),
     }
 
 
-def _holding(layout: Layout, known: dict[object, dict[str, Any]]) -> dict[str, Any]:
+def _holding(layout: Layout, cache: dict[object, dict[str, Any]]) -> dict[str, Any]:
     """What fits; computed once for layouts that differ only inside their rows."""
     key = (
         layout.num_slabs,
@@ -194,12 +194,12 @@ def _holding(layout: Layout, known: dict[object, dict[str, Any]]) -> dict[str, A
             for g, rows in enumerate(layout.groups)
         ),
     )
-    if key not in known:
-        known[key] = {
+    if key not in cache:
+        cache[key] = {
             "fixed_bytes": fixed_bytes(layout),
             "bytes_per_token": float(bytes_per_token(layout)),
             "max_tokens": max_tokens(layout),
             "request_bytes": [request_bytes(layout, n) for n in LENGTHS],
             "requests": [max_requests(layout, n) for n in LENGTHS],
         }
-    return known[key]
+    return cache[key]

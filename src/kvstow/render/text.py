@@ -78,7 +78,7 @@ class Bar:
     is_padding: bool = False
 
 
-def short_name(layer: LayerSpec) -> str:
+def layer_label(layer: LayerSpec) -> str:
     """`L3` for the third layer's caches, whatever they are called; else the name's end."""
     parts = layer.name.split(".")
     number = next((part for part in parts if part.isdecimal()), None)
@@ -101,7 +101,7 @@ def _page_bars(layout: Layout, g: int) -> list[Bar]:
 def _pages(layout: Layout, g: int) -> list[tuple[Run, str]]:
     rows = layout.groups[g]
     return [
-        (run, short_name(layer))
+        (run, layer_label(layer))
         for layer, page in zip(rows.group.layers, rows.placements, strict=True)
         for run in page_runs(layer, page)
     ]
@@ -141,14 +141,14 @@ def _part_bars(layout: Layout, g: int) -> list[Bar]:
     if len(runs) == 1:
         return [Bar(runs[0], ("rows",), _layer_names(layout, g))]
     names = {
-        page[0].offset: (short_name(layer),)
+        page[0].offset: (layer_label(layer),)
         for layer, page in zip(rows.group.layers, rows.placements, strict=True)
     }
     return [Bar(run, names.get(run.offset, ())) for run in runs]
 
 
 def _layer_names(layout: Layout, g: int) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(map(short_name, layout.groups[g].group.layers)))
+    return tuple(dict.fromkeys(map(layer_label, layout.groups[g].group.layers)))
 
 
 def _padding(start: int, end: int) -> list[Bar]:
@@ -210,9 +210,9 @@ class Ruler:
                 hi = self.column(bar.run.end)
                 lo = hi - self.column(bar.run.nbytes)
                 line[lo:hi] = PADDING * (hi - lo)
-        chosen = self._chosen([bar for bar in bars if bar.names], end)
-        is_wide = all(room > len(bar.names[0]) for bar, room in chosen)
-        for bar, room in chosen:
+        named = self._choose([bar for bar in bars if bar.names], end)
+        is_wide = all(room > len(bar.names[0]) for bar, room in named)
+        for bar, room in named:
             at = self.column(bar.run.offset)
             name = _label(bar, room) if is_wide else bar.names[-1]
             text = EDGE + (name if len(name) <= room else "")
@@ -220,16 +220,16 @@ class Ruler:
         line[self.column(end)] = EDGE
         return "".join(line).rstrip()
 
-    def _chosen(self, bars: Sequence[Bar], end: int) -> list[tuple[Bar, int]]:
+    def _choose(self, bars: Sequence[Bar], end: int) -> list[tuple[Bar, int]]:
         """Every k-th bar and its columns of room, for the smallest k with room for the brief
         names of all but the last."""
         for step in _steps():
             some = bars[::step]
             columns = [*(self.column(bar.run.offset) for bar in some), self.column(end)]
             rooms = [b - a - 1 for a, b in pairwise(columns)]
-            chosen = list(zip(some, rooms, strict=True))
-            if all(len(bar.names[-1]) <= room for bar, room in chosen[:-1]):
-                return chosen
+            named = list(zip(some, rooms, strict=True))
+            if all(len(bar.names[-1]) <= room for bar, room in named[:-1]):
+                return named
         raise AssertionError("steps never end")
 
 

@@ -14,7 +14,7 @@ def differences(source: Layout, destination: Layout) -> tuple[str, ...]:
 
     A pipeline stage lacks layers, and that is no difference.
     """
-    found = list(_models(source, destination))
+    texts = list(_models(source, destination))
     by_text: dict[str, list[str]] = {}
     for name, (_, there, _) in destination.layers.items():
         if name in source.layers:
@@ -25,7 +25,7 @@ def differences(source: Layout, destination: Layout) -> tuple[str, ...]:
     if destination.pp[1] == 1:
         missing = [name for name in source.layers if name not in destination.layers]
         by_text |= {"held by the source, missing in the destination": missing} if missing else {}
-    return (*found, *(f"{_named(names)}: {text}" for text, names in by_text.items()))
+    return (*texts, *(f"{_named(names)}: {text}" for text, names in by_text.items()))
 
 
 def _models(source: Layout, destination: Layout) -> Iterator[str]:
@@ -34,8 +34,8 @@ def _models(source: Layout, destination: Layout) -> Iterator[str]:
     if source.identity is not None and destination.identity is not None:
         yield from source.identity.differences(destination.identity)
     elif source.identity is not None or destination.identity is not None:
-        known = ("known" if side.identity else "not known" for side in (source, destination))
-        yield _both("identity", *known)
+        states = ("known" if side.identity else "not known" for side in (source, destination))
+        yield _both("identity", *states)
 
 
 def _both(what: str, source: object, destination: object) -> str:
@@ -57,15 +57,15 @@ def layer_differences(source: LayerSpec, destination: LayerSpec) -> Iterator[str
     elif source.tokens_per_state != destination.tokens_per_state:
         yield _both("tokens per state", source.tokens_per_state, destination.tokens_per_state)
     yield from _axis_differences("heads", source.heads, destination.heads)
-    ours = {field.name: field for field in source.fields}
-    theirs = {field.name: field for field in destination.fields}
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        if name not in theirs:
-            yield f"field {name!r} is {_shown(ours[name])} in the source, none in the destination"
-        elif name not in ours:
-            yield f"field {name!r} is none in the source, {_shown(theirs[name])} in the destination"
+    here = {field.name: field for field in source.fields}
+    there = {field.name: field for field in destination.fields}
+    for name in [*here, *(name for name in there if name not in here)]:
+        if name not in there:
+            yield f"field {name!r} is {_shown(here[name])} in the source, none in the destination"
+        elif name not in here:
+            yield f"field {name!r} is none in the source, {_shown(there[name])} in the destination"
         else:
-            yield from _field_differences(ours[name], theirs[name])
+            yield from _field_differences(here[name], there[name])
 
 
 def _shown(field: Field) -> str:
@@ -74,21 +74,21 @@ def _shown(field: Field) -> str:
 
 def _field_differences(source: Field, destination: Field) -> Iterable[str]:
     what = f"field {source.name!r}"
-    found: list[str] = []
+    texts: list[str] = []
     if source.dtype != destination.dtype:
-        found.append(_both(f"{what}: dtype", source.dtype, destination.dtype))
+        texts.append(_both(f"{what}: dtype", source.dtype, destination.dtype))
     names = [axis.name for axis in source.axes], [axis.name for axis in destination.axes]
     if names[0] != names[1]:
-        return [*found, _both(f"{what}: axes", *names)]
-    for ours, theirs in zip(source.axes, destination.axes, strict=True):
-        found += _axis_differences(f"{what}: axis {ours.name!r}", ours, theirs)
-    if found or source.dtype.bits >= 8:
-        return found
+        return [*texts, _both(f"{what}: axes", *names)]
+    for here, there in zip(source.axes, destination.axes, strict=True):
+        texts += _axis_differences(f"{what}: axis {here.name!r}", here, there)
+    if texts or source.dtype.bits >= 8:
+        return texts
     spans = content_bits(source, destination)
     if (np.stack((spans.source, spans.destination, spans.nbytes)) % 8).any():
         pieces = source.axes[-1].pieces, destination.axes[-1].pieces
-        found.append(_both(f"{what}: split inside a byte: held of the last axis", *pieces))
-    return found
+        texts.append(_both(f"{what}: split inside a byte: held of the last axis", *pieces))
+    return texts
 
 
 def _axis_differences(what: str, source: Extent, destination: Extent) -> Iterator[str]:

@@ -39,6 +39,19 @@ class Copies:
         """A single copy."""
         return Copies(*np.array([[source], [destination], [nbytes]], np.int64))
 
+    @staticmethod
+    def joined(parts: "Sequence[Copies]") -> "Copies":
+        """The copies of all parts, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return Copies.none()
+        return Copies(
+            np.concatenate([part.source for part in parts]),
+            np.concatenate([part.destination for part in parts]),
+            np.concatenate([part.nbytes for part in parts]),
+        )
+
     def __len__(self) -> int:
         return len(self.nbytes)
 
@@ -63,43 +76,28 @@ class Copies:
         """The same in the other direction."""
         return Copies(self.destination, self.source, self.nbytes)
 
+    def ascending(self, *, by: Side = "destination") -> "Copies":
+        """The copies sorted by one side's places, unless they ascend already."""
+        places = self.source if by == "source" else self.destination
+        if (places[1:] < places[:-1]).any():
+            return self.take(np.argsort(places, kind="stable"))
+        return self
 
-def joined(parts: Sequence[Copies]) -> Copies:
-    """The copies of all parts, one part after the other."""
-    if len(parts) == 1:
-        return parts[0]
-    if not parts:
-        return Copies.none()
-    return Copies(
-        np.concatenate([part.source for part in parts]),
-        np.concatenate([part.destination for part in parts]),
-        np.concatenate([part.nbytes for part in parts]),
-    )
+    def merged(self, *, by: Side = "destination") -> "Copies":
+        """The same copies in the fewest pieces: neighbours on both sides become one.
 
-
-def ascending(copies: Copies, *, by: Side = "destination") -> Copies:
-    """The copies sorted by one side's places, unless they ascend already."""
-    places = copies.source if by == "source" else copies.destination
-    if (places[1:] < places[:-1]).any():
-        return copies.take(np.argsort(places, kind="stable"))
-    return copies
-
-
-def merged(copies: Copies, *, by: Side = "destination") -> Copies:
-    """The same copies in the fewest pieces: neighbours on both sides become one.
-
-    Sorted by one side's places, unless they ascend already.
-    """
-    if len(copies) < 2:
-        return copies
-    copies = ascending(copies, by=by)
-    apart = copies.source[1:] - copies.source[:-1] != copies.nbytes[:-1]
-    apart |= copies.destination[1:] - copies.destination[:-1] != copies.nbytes[:-1]
-    if apart.all():
-        return copies
-    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    nbytes = np.add.reduceat(copies.nbytes, first)
-    return Copies(copies.source[first], copies.destination[first], nbytes)
+        Sorted by one side's places, unless they ascend already.
+        """
+        if len(self) < 2:
+            return self
+        copies = self.ascending(by=by)
+        apart = copies.source[1:] - copies.source[:-1] != copies.nbytes[:-1]
+        apart |= copies.destination[1:] - copies.destination[:-1] != copies.nbytes[:-1]
+        if apart.all():
+            return copies
+        first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+        nbytes = np.add.reduceat(copies.nbytes, first)
+        return Copies(copies.source[first], copies.destination[first], nbytes)
 
 
 def cut(copies: Copies, most: int) -> Copies:

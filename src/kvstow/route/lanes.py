@@ -24,7 +24,7 @@ from kvstow.plan.retention import Bools
 from kvstow.plan.sharing import Strip, collision, foreign_collision
 from kvstow.plan.view import Ints, ceil_div
 from kvstow.route.blocks import BlockPairs, Overlap, block_span
-from kvstow.route.copies import Copies, joined, merged
+from kvstow.route.copies import Copies
 from kvstow.route.overlap import Shared, shared
 
 
@@ -153,7 +153,7 @@ class Rows:
             ).copies(block)
             for pages in layout.page_sets[group]
         ]
-        fields = merged(joined([*chain(*cells)]))
+        fields = Copies.joined([*chain(*cells)]).merged()
         after = np.cumsum(fields.nbytes)
         return Rows(
             starts=starts,
@@ -212,7 +212,7 @@ def lanes(
     layer_sets: Sequence[LayerSet], source: Rows, destination: Rows, overlap: Overlap
 ) -> Lanes:
     """The fewest copies for one kind of block pair."""
-    parts = joined([part for layers in layer_sets for part in layers.copies(overlap)])
+    parts = Copies.joined([part for layers in layer_sets for part in layers.copies(overlap)])
     keys = source.strip(parts.source), destination.strip(parts.destination)
     keys = *keys, parts.destination - parts.source
     order = np.lexsort((parts.source, *keys))
@@ -265,7 +265,7 @@ def expanded(pairs: BlockPairs, lanes: Lanes) -> Copies:
         parts.append(_placed(s_ids, d_ids, none, lanes.take(~lanes.continues)))
         lanes = lanes.take(lanes.continues)
     parts.append(_placed(s_ids[first], d_ids[first], more, lanes))
-    return joined(parts)
+    return Copies.joined(parts)
 
 
 def _placed(s_ids: Ints, d_ids: Ints, more: Ints, lanes: Lanes) -> Copies:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstow.plan.spec import Extent, Field, LayerSpec
-from kvstow.route.copies import Copies, cut, joined, merged
+from kvstow.route.copies import Copies, cut
 
 Interval = tuple[int, int]
 
@@ -42,7 +42,7 @@ def common(source: Extent, destination: Extent, within: Interval | None = None) 
                 spans.append((here + lo - s_lo, there + lo - d_lo, hi - lo))
             here += s_hi - s_lo
         there += d_hi - d_lo
-    return merged(Copies(*np.array(spans, np.int64).reshape(-1, 3).T))
+    return Copies(*np.array(spans, np.int64).reshape(-1, 3).T).merged()
 
 
 def content_bits(source: Field, destination: Field, box: Box | None = None) -> Copies:
@@ -66,7 +66,7 @@ def content_bits(source: Field, destination: Field, box: Box | None = None) -> C
             )
         s_stride *= s_axis.size
         d_stride *= d_axis.size
-    return merged(spans)
+    return spans.merged()
 
 
 def shared(
@@ -84,7 +84,7 @@ def shared(
             nbytes = Copies(bits.source // 8, bits.destination // 8, bits.nbytes // 8)
             contents.setdefault(None if box is None else box[0], []).append(nbytes.moved(*starts))
     parts = (
-        Shared(common(source.heads, destination.heads, heads), merged(joined(spans)))
+        Shared(common(source.heads, destination.heads, heads), Copies.joined(spans).merged())
         for heads, spans in contents.items()
     )
     return tuple(part for part in parts if len(part.heads) and len(part.content))

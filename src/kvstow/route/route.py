@@ -31,7 +31,7 @@ from kvstow.route.blocks import (
     cut_tokens,
 )
 from kvstow.route.compare import differences
-from kvstow.route.copies import Copies, joined, merged
+from kvstow.route.copies import Copies
 from kvstow.route.lanes import Lanes, LayerSet, Rows, expanded, lanes
 from kvstow.route.overlap import Box, shared
 
@@ -93,13 +93,14 @@ class GroupPair:
         if brought.first >= brought.end or not len(source):
             return Copies.none()
         pairs = block_pairs(source, destination, brought, self.spans)
-        return merged(joined([expanded(each, self.lanes(each.overlap)) for each in pairs]))
+        parts = [expanded(each, self.lanes(each.overlap)) for each in pairs]
+        return Copies.joined(parts).merged()
 
     def filled(self, source: Blocks, destination: Blocks, tokens: Tokens) -> Bools:
         """Which blocks of the destination get all that they have of the tokens."""
-        mine, (s_span, d_span) = tokens.of(self.destination), self.spans
-        first = np.maximum(d_span * destination.index, mine.first)
-        end = np.minimum(d_span * (destination.index + 1), mine.end)
+        brought, (s_span, d_span) = tokens.of(self.destination), self.spans
+        first = np.maximum(d_span * destination.index, brought.first)
+        end = np.minimum(d_span * (destination.index + 1), brought.end)
         first, end = first // s_span, ceil_div(end, s_span)  # in blocks of the source
         listed = np.searchsorted(source.index, end) - np.searchsorted(source.index, first)
         return listed >= end - first
@@ -141,11 +142,11 @@ class Route:
             raise RouteError((f"tokens [{start_token}, {num_tokens}) are no interval from 0 on",))
         self._check_listed(source, destination)
         tokens = Tokens(start_token, num_tokens)
-        found = [
+        parts = [
             pair.copies(source[pair.groups[0]], destination[pair.groups[1]], tokens)
             for pair in self.pairs
         ]
-        return joined(found)
+        return Copies.joined(parts)
 
     def filled(
         self,
@@ -160,12 +161,12 @@ class Route:
         A source need not list what the next token does not see, so that a block behind a window
         may get some of its tokens, or none. Blocks of other tokens count as filled.
         """
-        tokens, found = Tokens(start_token, num_tokens), dict[int, Bools]()
+        tokens, whole = Tokens(start_token, num_tokens), dict[int, Bools]()
         for pair in self.pairs:
             s, d = pair.groups
             filled = pair.filled(source[s], destination[d], tokens)
-            found[d] = found[d] & filled if d in found else filled
-        return found
+            whole[d] = whole[d] & filled if d in whole else filled
+        return whole
 
     def _check_listed(
         self, source: Mapping[int, Blocks], destination: Mapping[int, Blocks]
@@ -194,9 +195,9 @@ def plan_route(source: Layout, destination: Layout, *, claims: Claims | None = N
             raise RouteError(
                 (f"a route is between layouts, not {type(layout).__name__}; a plan has .layout",)
             )
-    found = differences(source, destination)
-    if found:
-        raise RouteError(found)
+    unlike = differences(source, destination)
+    if unlike:
+        raise RouteError(unlike)
     names = destination.layers if claims is None else claims
     members = {
         (source.layers[name][0], destination.layers[name][0])

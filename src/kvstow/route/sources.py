@@ -62,10 +62,10 @@ def sources(
         raise RouteError(tuple(f"source {', '.join(of)}: {text}" for text, of in unlike.items()))
     pieces = _pieces(layouts, destination)
     _check_held(pieces)
-    chosen = _chosen(pieces, destination.tp[0] + turn)
+    choice = _choose(pieces, destination.tp[0] + turn)
     claims: dict[int, dict[str, dict[str, list[Box]]]] = {}
     for piece in pieces:
-        layer = claims.setdefault(chosen[piece.holders], {}).setdefault(piece.layer, {})
+        layer = claims.setdefault(choice[piece.holders], {}).setdefault(piece.layer, {})
         layer.setdefault(piece.field, []).append(piece.box)
     return tuple(
         SourceRoute(
@@ -75,20 +75,20 @@ def sources(
     )
 
 
-def _chosen(pieces: Sequence[_Piece], turn: int) -> Mapping[Holders, int]:
+def _choose(pieces: Sequence[_Piece], turn: int) -> Mapping[Holders, int]:
     """For each set of holders, the one to read from."""
     nbytes: dict[Holders, int] = {}
     for piece in pieces:
         nbytes[piece.holders] = nbytes.get(piece.holders, 0) + piece.nbytes
-    chosen: dict[Holders, int] = {}
+    choice: dict[Holders, int] = {}
     load: dict[int, int] = {}
     for holders in sorted(nbytes, key=lambda holders: (len(holders), holders)):
         first = turn % len(holders)
         rotated = holders[first:] + holders[:first]
         best = min(rotated, key=lambda i: (i not in load, load.get(i, 0)))
-        chosen[holders] = best
+        choice[holders] = best
         load[best] = load.get(best, 0) + nbytes[holders]
-    return chosen
+    return choice
 
 
 def _check_held(pieces: Sequence[_Piece]) -> None:
@@ -104,7 +104,7 @@ def _check_held(pieces: Sequence[_Piece]) -> None:
 
 def _pieces(layouts: Sequence[Layout], destination: Layout) -> list[_Piece]:
     """Every byte of the destination, cut by who holds it."""
-    known: dict[object, list[tuple[str, Box, Holders, int]]] = {}
+    cuts: dict[object, list[tuple[str, Box, Holders, int]]] = {}
     pieces: list[_Piece] = []
     for name, (_, spec, _) in destination.layers.items():
         held = {
@@ -112,42 +112,42 @@ def _pieces(layouts: Sequence[Layout], destination: Layout) -> list[_Piece]:
         }
         parts = tuple((i, peer.heads, peer.fields) for i, peer in held.items())
         key = (spec.heads, spec.fields, spec.states, parts)
-        if key not in known:
-            known[key] = _layer_pieces(spec, held)
-        pieces += [_Piece(name, *piece) for piece in known[key]]
+        if key not in cuts:
+            cuts[key] = _layer_pieces(spec, held)
+        pieces += [_Piece(name, *piece) for piece in cuts[key]]
     return pieces
 
 
 def _layer_pieces(
     spec: LayerSpec, held: Mapping[int, LayerSpec]
 ) -> list[tuple[str, Box, Holders, int]]:
-    found: list[tuple[str, Box, Holders, int]] = []
+    pieces: list[tuple[str, Box, Holders, int]] = []
     for field in spec.fields:
-        theirs = {i: peer.field(field.name) for i, peer in held.items()}
+        fields = {i: peer.field(field.name) for i, peer in held.items()}
         cuts = [_cut(spec.heads, {i: peer.heads for i, peer in held.items()})]
         for k, axis in enumerate(field.axes):
-            cuts.append(_cut(axis, {i: peer.axes[k] for i, peer in theirs.items()}))
+            cuts.append(_cut(axis, {i: peer.axes[k] for i, peer in fields.items()}))
         for parts in product(*cuts):
             box = tuple(interval for interval, _ in parts)
             holders = parts[0][1].intersection(*(holders for _, holders in parts))
             size = prod(hi - lo for lo, hi in box) * field.dtype.bits * spec.states // 8
-            found.append((field.name, box, tuple(sorted(holders)), size))
-    return found
+            pieces.append((field.name, box, tuple(sorted(holders)), size))
+    return pieces
 
 
 def _cut(extent: Extent, held: Mapping[int, Extent]) -> list[tuple[Interval, frozenset[int]]]:
     """The axis in pieces that are held alike all over, and who holds each."""
     ends = {end for other in (extent, *held.values()) for piece in other.pieces for end in piece}
-    found: list[tuple[Interval, frozenset[int]]] = []
+    pieces: list[tuple[Interval, frozenset[int]]] = []
     for lo, hi in pairwise(sorted(ends)):
         if not _holds(extent, lo, hi):
             continue
         holders = frozenset(i for i, other in held.items() if _holds(other, lo, hi))
-        if found and found[-1][0][1] == lo and found[-1][1] == holders:
-            found[-1] = ((found[-1][0][0], hi), holders)
+        if pieces and pieces[-1][0][1] == lo and pieces[-1][1] == holders:
+            pieces[-1] = ((pieces[-1][0][0], hi), holders)
         else:
-            found.append(((lo, hi), holders))
-    return found
+            pieces.append(((lo, hi), holders))
+    return pieces
 
 
 def _holds(extent: Extent, lo: int, hi: int) -> bool:

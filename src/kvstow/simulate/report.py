@@ -53,8 +53,8 @@ class ReplayReport:
             runs_to_fewest=record.runs / max(1, record.fewest_runs),
             seconds=record.seconds,
             output_tokens_per_second=record.output_tokens / max(record.seconds, 1e-9),
-            first_token_seconds=spread(record.first_token_seconds),
-            token_seconds=spread(record.token_seconds),
+            first_token_seconds=percentiles(record.first_token_seconds),
+            token_seconds=percentiles(record.token_seconds),
             waiting=sum(s.waiting > 0 for s in record.samples) / max(1, len(record.samples)),
             samples=tuple(record.samples),
         )
@@ -137,7 +137,7 @@ _LINES: dict[str, Callable[[ReplayReport], str]] = {
 }
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Mean, median and the value that 95 of 100 do not exceed; zeros where there are none."""
     if not values:
         return {"mean": 0.0, "p50": 0.0, "p95": 0.0}

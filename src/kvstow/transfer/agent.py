@@ -446,7 +446,7 @@ class Agent:
         if self.endpoint.kind == "VRAM":
             arena, submit = self.endpoint.arena, self.endpoint.worker.submit
             submit(warm_up, arena).result()
-            submit(cuda.warm_up, arena.bytes, arena.layout).result()
+            submit(cuda.compile_copies, arena.bytes, arena.layout).result()
             begun.wait()
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from kvstow.plan.pack import separate
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.plan.view import Ints
-from kvstow.route.copies import Copies, ascending, cut
+from kvstow.route.copies import Copies, cut
 from kvstow.transfer.channel.messages import Fetched, Staged, Written
 from kvstow.transfer.loop import NOW_AND_THEN, SOON, Routine, together
 from kvstow.transfer.peers.flight import Flight, moved
@@ -61,7 +61,7 @@ class Piece:
 
 def pieces(copies: Copies, slot_bytes: int) -> list[Piece]:
     """The copies of a request, in order of destination, in pieces that fit a slot."""
-    copies = cut(ascending(copies), slot_bytes)
+    copies = cut(copies.ascending(), slot_bytes)
     ends = copies.nbytes.cumsum()
     result: list[Piece] = []
     first = 0

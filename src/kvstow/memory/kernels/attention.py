@@ -32,12 +32,12 @@ def _attend(
     sequence = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
     split = tl.program_id(2)
-    query, mine = rows // GROUP, (head * GROUP + rows % GROUP).to(tl.int64)
+    query, own = rows // GROUP, (head * GROUP + rows % GROUP).to(tl.int64)
     real, far = query < num_queries, query.to(tl.int64)
     past = num_tokens - num_queries
     k_column, v_column = tl.arange(0, K_WIDTH), tl.arange(0, V_WIDTH)
     q = tl.load(
-        query_at + sequence * q_sequence + mine[:, None] * q_head + far[:, None] * q_token
+        query_at + sequence * q_sequence + own[:, None] * q_head + far[:, None] * q_token
         + k_column[None, :],
         mask=real[:, None] & (k_column < K_DIM)[None, :], other=0.0,
     )  # fmt: skip
@@ -72,11 +72,11 @@ def _attend(
         peak = higher
     if SPLITS == 1:
         if SINK:
-            sink = tl.load(sink_at + mine, mask=real, other=0.0).to(tl.float32) * _LOG2_E
+            sink = tl.load(sink_at + own, mask=real, other=0.0).to(tl.float32) * _LOG2_E
             total, weight = _with_sink(total, weight, peak, sink)
         weight = tl.where(weight == 0.0, 1.0, weight)
         tl.store(
-            out_at + sequence * o_sequence + far[:, None] * o_token + mine[:, None] * o_head
+            out_at + sequence * o_sequence + far[:, None] * o_token + own[:, None] * o_head
             + v_column[None, :],
             (total / weight[:, None]).to(out_at.dtype.element_ty),
             mask=real[:, None] & (v_column < V_DIM)[None, :],
@@ -156,14 +156,14 @@ def _join(
     row = tl.program_id(0)
     pair, rest = row // (num_queries * GROUP), row % (num_queries * GROUP)
     sequence = (pair // HEADS).to(tl.int64)
-    query, mine = rest // GROUP, pair % HEADS * GROUP + rest % GROUP
+    query, own = rest // GROUP, pair % HEADS * GROUP + rest % GROUP
     split, column = tl.arange(0, SPLITS), tl.arange(0, V_WIDTH)
     place = row * SPLITS + split
     peak, weight = tl.load(peak_at + place * 2), tl.load(peak_at + place * 2 + 1)
     total = tl.load(sum_at + place[:, None] * V_WIDTH + column[None, :])
     highest = tl.max(peak, 0)
     if SINK:
-        sink = tl.load(sink_at + mine).to(tl.float32) * _LOG2_E
+        sink = tl.load(sink_at + own).to(tl.float32) * _LOG2_E
         highest = tl.maximum(highest, sink)
     highest = tl.where(highest == -float("inf"), 0.0, highest)
     shrink = tl.exp2(peak - highest)
@@ -171,10 +171,10 @@ def _join(
     if SINK:
         whole += tl.exp2(sink - highest)
     whole = tl.where(whole == 0.0, 1.0, whole)
-    found = tl.sum(total * shrink[:, None], 0) / whole
+    result = tl.sum(total * shrink[:, None], 0) / whole
     tl.store(
-        out_at + sequence * o_sequence + query * o_token + mine * o_head + column,
-        found.to(out_at.dtype.element_ty),
+        out_at + sequence * o_sequence + query * o_token + own * o_head + column,
+        result.to(out_at.dtype.element_ty),
         mask=column < V_DIM,
     )
 
