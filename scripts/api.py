@@ -38,7 +38,6 @@ INNER = {
     "kvstow.route.sources": ("sources",),
     "kvstow.simulate": ("synthetic", "read_trace", "Pace", "Replay", "ReplayReport"),
     "kvstow.render.text": ("slab_picture",),
-    "kvstow.render.svg": ("layout_svg",),
     "kvstow.events.publisher": ("EventPublisher",),
     "kvstow.offload.events": ("EngineEvents",),
     "kvstow.testing": (

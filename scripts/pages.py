@@ -16,7 +16,6 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = {int: "N", float: "X", Path: "FILE"}
 FIRST = {
     "Start": ("index", "guides/vllm", "guides/transformers", "guides/restart", "guides/sglang"),
     "Plan": ("guides/plan", "guides/route", "guides/simulate"),
@@ -133,7 +132,7 @@ def _spelt(parameter: Any) -> str:
         return f"{names} {parameter.metavar}"
     if get_origin(annotation) is Literal:
         return f"{names} {'¦'.join(get_args(annotation))}"
-    return f"{names} {KINDS.get(annotation, 'TEXT')}"
+    return names
 
 
 def _default(parameter: Any) -> str:

@@ -310,7 +310,7 @@ def compare(
     packing: PackingNames = "all",
     html: options.HtmlFile = None,
 ) -> CompareReport:
-    """Layouts, splits and dtypes of a model, side by side.
+    """Compare layouts, splits and dtypes of a model.
 
     Exits with 1 if no layout is possible.
     """

@@ -70,7 +70,7 @@ def demo(
     offload: Offload = None,
     kill_prefill: KillPrefill = False,
 ) -> "DemoReport":
-    """Prefill here, decode there, compare the answers.
+    """Prefill in one process, decode in another, compare answers.
 
     Answers are compared token by token with those of a single process.
     Exits with 1 if any token differs.

@@ -143,7 +143,7 @@ ManifestFile = Annotated[
     ),
 ]
 HtmlFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write it as a self-contained page to FILE.")
+    Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page to FILE.")
 ]
 
 

@@ -33,7 +33,7 @@ FAILED = 1
 MISUSED = 2
 INTERRUPTED = 130
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 EXTRAS = {
     "aiohttp": "router",
@@ -48,8 +48,20 @@ EXTRAS = {
 # ── commands ──────────────────────────────────────────────────────────────────────────
 
 
+METAVARS: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
+"""What stands for an option's value in the help, unless the option says so itself."""
+
+
 class CommandGroup(TyperGroup):
     """Commands that print their help where none is named."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for command in self.commands.values():
+            for each in command.params:
+                kind = getattr(getattr(each, "type_descriptor", None), "annotation", None)
+                if each.param_type_name == "option" and each.metavar is None:
+                    each.metavar = METAVARS.get(kind)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta.setdefault(__name__, list(args))

@@ -55,7 +55,7 @@ LEGEND = (
 
 @reporting
 def models(words: Words = None) -> Answer:
-    """Models known by name, and what a token costs in each."""
+    """List the known models, and what a token costs in each."""
     from kvstow.plan.models.catalogue import close_names, matching
     from kvstow.plan.sizing.reports import catalogue_figures
 
@@ -253,7 +253,7 @@ def plan(
     manifest: options.ManifestFile = None,
     html: options.HtmlFile = None,
 ) -> PlanReport | Document:
-    """The layout of a model, what it costs and what fits."""
+    """Plan the layout of a model: what it costs and what fits."""
     deployment = replace(deployment, order=order, packing=packing, name=name)
     made = Plan.of(options.on_rank(deployment, rank))
     if html is not None:

@@ -282,7 +282,7 @@ def route(
     tokens: NumTokens = 8192,
     html: options.HtmlFile = None,
 ) -> RouteReport:
-    """What moving blocks between two layouts costs."""
+    """Price moving blocks between two layouts."""
     line = _link(link)
     here = options.named(source, one_rank=False)
     there = options.named(destination, one_rank=True)

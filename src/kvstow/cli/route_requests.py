@@ -56,7 +56,7 @@ def route_requests(
     rest_seconds: RestSeconds = 10.0,
     max_body: MaxBody = 16 << 20,
 ) -> None:
-    """An HTTP router: sends requests to prefill, then to decode.
+    """Run an HTTP router between prefill and decode.
 
     Speaks the OpenAI completions and chat APIs. Runs until interrupted.
     """

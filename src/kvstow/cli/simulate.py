@@ -41,7 +41,7 @@ MaxSeconds = Annotated[
     typer.Option(
         min=0.1,
         max=MAX_SECONDS,
-        help="Stop after so many simulated seconds.",
+        help="Stop after this many simulated seconds.",
         show_default="the end of the trace",
     ),
 ]

@@ -27,11 +27,14 @@ Tokens = Annotated[int, typer.Option(min=1, help="Length of a request in tokens.
 OutputTokens = Annotated[
     int,
     typer.Option(
-        min=0, help="How many of them are generated: requests hold half of these on average."
+        min=0, help="How many of --tokens are generated; requests hold half of them on average."
     ),
 ]
 SharedTokens = Annotated[
-    int, typer.Option(min=0, help="How many of them all requests begin with: a system prompt.")
+    int,
+    typer.Option(
+        min=0, help="How many of --tokens all requests begin with, such as a system prompt."
+    ),
 ]
 Requests = Annotated[
     int | None,
@@ -63,10 +66,11 @@ WeightsDtype = Annotated[
     ),
 ]
 Engines = Annotated[
-    EngineName, typer.Option(help="What takes memory beside weights and cache; none: nothing.")
+    EngineName,
+    typer.Option(help="The engine that takes memory beside weights and cache; none: no engine."),
 ]
 Utilization = Annotated[
-    float, typer.Option(min=0.01, max=1.0, help="Fraction of a GPU's memory for it all.")
+    float, typer.Option(min=0.01, max=1.0, help="Fraction of a GPU's memory that may be used.")
 ]
 MaxBatchedTokens = Annotated[
     int | None,
@@ -78,13 +82,13 @@ MaxNumSeqs = Annotated[
 Reserve = Annotated[
     int | None,
     options.size_option(
-        help="What the engine takes beside weights and cache, where you know it from its log.",
+        help="What the engine takes beside weights and cache, if you know it from its log.",
         show_default="a range",
     ),
 ]
 RequestsPerHour = Annotated[
     int | None,
-    typer.Option(min=1, help="New requests of an hour; the answer is what a store of them takes."),
+    typer.Option(min=1, help="New requests per hour; the answer is the store that they need."),
 ]
 StoreHours = Annotated[int, typer.Option(min=1, help="Hours for which the store keeps them.")]
 MaybeTp = Annotated[
@@ -147,7 +151,7 @@ def size(
     requests_per_hour: RequestsPerHour = None,
     store_hours: StoreHours = 24,
 ) -> SizeReports:
-    """How many requests fit on GPUs, or what a load needs.
+    """Find how many requests fit on GPUs, or what a load needs.
 
     Weights, cache and what the engine takes are counted. With --gpu alone, shows how many requests
     fit. With --requests alone, how much memory they need. With both, the smallest cluster,

@@ -121,7 +121,7 @@ def client_at(url: str) -> "Generator[BlobClient]":
 @store.command()
 @reporting
 def inspect(place: Place) -> Answer:
-    """What a store holds, and who writes to it.
+    """Show what a store holds, and who writes to it.
 
     Reads only: nothing is repaired or written.
     """

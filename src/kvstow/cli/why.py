@@ -42,7 +42,7 @@ TokenizerFolder = Annotated[
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="The model that asks; its identity is compared with the store's."
+        metavar="DIR", help="The model in use; its identity is compared with the store's."
     ),
 ]
 Salt = Annotated[str, typer.Option(help="The request's cache salt.")]
