@@ -7,6 +7,7 @@ can be filled, and checked, without any of the library's own copying.
 
 import json
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,15 @@ from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies
+from kvstow.transfer import pull, serve
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.options import LONG_BYTES, Options
 from kvstow.transfer.tickets.owner import Generations
 from kvstow.transfer.tickets.ticket import Ticket
+from kvstow.transfer.transport.base import Direction, Kinds, Post
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from kvstow.transfer.transport.nixl import NixlTransport
 from strategies import Kind, blocks_of, first_block, group_bytes, own_bytes, value
@@ -116,6 +120,30 @@ def rows_for(
     return to_json(found)
 
 
+class SlowNixl(NixlTransport):
+    """Every post waits a moment before it starts."""
+
+    def prepare(self, direction: Direction, peer: str, kinds: Kinds, copies: Copies) -> Post:
+        post = super().prepare(direction, peer, kinds, copies)
+        start = post.start
+
+        def later() -> None:
+            time.sleep(0.0005)
+            start()
+
+        post.start = later  # type: ignore[method-assign]
+        return post
+
+    def fresh(self) -> "SlowNixl":
+        return SlowNixl(listen=self._listen)
+
+
+def move_slowly(piece_bytes: int) -> None:
+    """Have all agents of this process, which is to be killed, move rows in such small posts."""
+    for module in (pull, serve):
+        module.chunk_bytes = lambda *path: piece_bytes  # type: ignore[attr-defined]
+
+
 class Node:
     """An agent whose arena is full of canaries."""
 
@@ -129,7 +157,10 @@ class Node:
         keys: Keys | list[Any] | None = None,
         transport: Any = None,
         is_started: bool = True,
+        piece_bytes: int = 0,
     ) -> None:
+        if piece_bytes:
+            move_slowly(piece_bytes)
         if isinstance(keys, list):  # from another process: public, secret, peers
             keys = Keys(public=keys[0], secret=keys[1], peers=frozenset(keys[2]))
         self.layout = decode(manifest)
@@ -137,7 +168,8 @@ class Node:
         self.memory = self.arena.bytes.numpy()
         self.memory[:] = CANARY
         self.owner = Generations(self.layout)
-        made = transport or (LocalTransport(fabric) if fabric else NixlTransport(listen=listen))
+        engine = SlowNixl if piece_bytes else NixlTransport
+        made = transport or (LocalTransport(fabric) if fabric else engine(listen=listen))
         self.agent = Agent(
             self.arena,
             self.owner,

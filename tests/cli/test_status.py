@@ -65,6 +65,7 @@ def test_it_shows_who_talks_to_whom_and_what_was_counted(pair):
     assert done.exit_code == 0, done.stderr
     for word in ("decode", "prefill", "ready", "guest", "hybrid", "1 lease,", "transfers accepted"):
         assert word in done.stdout
+    assert "prefill is not mapped: an option forbids it" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 200
 
 

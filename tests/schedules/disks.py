@@ -92,7 +92,7 @@ class Machine:
         rank, size = shape.tp
         if self._home is None:
             self._home = Path(mkdtemp(dir=self._folder))
-        path = self._home / f"{rank}of{size}-{shape.block_tokens}-{shape.hybrid}"
+        path = self._home / f"{rank}of{size}-{shape.block_tokens}-{shape.second}"
         self._paths.add(path)
         return path
 

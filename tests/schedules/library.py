@@ -21,6 +21,7 @@ from kvstow.transfer import source
 from kvstow.transfer.metrics import TransferMetrics
 from kvstow.transfer.peers import endpoint, incoming, layouts, probe
 from kvstow.transfer.transport import mapped
+from schedules.remotes import threadless
 
 TELEMETRY = Telemetry()
 METRICS = TransferMetrics(TELEMETRY.registry)
@@ -121,6 +122,7 @@ def prepared() -> Generator[None]:
         (Layout, "identified", _identified(ByLayout(Layout.identified))),
     ]
     with ExitStack() as stack:
+        stack.enter_context(threadless())
         for where, name, value in values:
             stack.enter_context(changed(where, name, value))
         yield

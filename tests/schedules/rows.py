@@ -1,5 +1,6 @@
 """Who hands out rows in a node: kvstow's own ledger, or an engine that keeps its own ids."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,8 +8,10 @@ import numpy as np
 
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
+from kvstow.blocks.table import RowCopy
 from kvstow.errors import OutOfBlocks
 from kvstow.plan.layout import Layout
+from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.tickets.owner import Generations
 from schedules.truth import Ints, Request
@@ -26,23 +29,51 @@ class Claim:
 
 
 class LedgerRows:
-    """Requests on a ledger: what was computed stays cached when its request ends."""
+    """Requests on a ledger: what was computed stays cached when its request ends.
+
+    `copy` makes the copies that the ledger wants.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.owner = self.pool = Pool(layout)
         self.ledger = Ledger(self.pool)
-        self._steps = [rows.group.block_tokens for rows in layout.groups]
+        self.copy: Callable[[Iterable[RowCopy]], None] = lambda copies: None
+        self._layout = layout
 
-    def claim(self, request: Request) -> Claim:
-        """Rows for a request; OutOfBlocks if there are too few."""
-        admitted = self.ledger.admit(request.prompt)
-        blocks = self.ledger.blocks(admitted.request)
-        new = {
-            g: Blocks(b.ids[at:], b.index[at:])
-            for g, b in blocks.items()
-            for at in [int(np.searchsorted(b.index, admitted.hit_tokens // self._steps[g]))]
-        }
-        return Claim(request, blocks, new, admitted.hit_tokens, admitted.request)
+    def claim(self, request: Request, num_tokens: int | None = None) -> Claim:
+        """Rows for a request, or for so many of its tokens; OutOfBlocks if there are too few."""
+        admitted = self.ledger.admit(request.prompt, num_tokens=num_tokens)
+        self.copy(admitted.copies)
+        return self._claimed(request, admitted.request, admitted.hit_tokens)
+
+    def _claimed(self, request: Request, handle: int, hit_tokens: int) -> Claim:
+        blocks = self.ledger.blocks(handle)
+        new: dict[int, Blocks] = {}
+        for g, listed in blocks.items():
+            group = self._layout.groups[g].group
+            is_state = isinstance(group.retention, State)  # the running row is nobody else's
+            first = 0 if is_state else hit_tokens // group.block_tokens
+            at = int(np.searchsorted(listed.index, first))
+            new[g] = Blocks(listed.ids[at:], listed.index[at:])
+        return Claim(request, blocks, new, hit_tokens, handle)
+
+    def finish(self, claim: Claim) -> Claim:
+        """Rows for all tokens of a request that has some; OutOfBlocks if there are too few."""
+        self.copy(self.ledger.grow(claim.handle, len(claim.request.tokens)))
+        return self._claimed(claim.request, claim.handle, claim.hit_tokens)
+
+    def fork(self, claim: Claim, longer: Request) -> Claim:
+        """The request once more, which goes on with one token; OutOfBlocks if there are too few
+        rows."""
+        twin = self.ledger.fork(claim.handle)
+        self.copy(twin.copies)
+        try:
+            self.ledger.append(twin.request, longer.tokens[-1:])
+            self.copy(self.ledger.grow(twin.request, len(longer.tokens)))
+        except OutOfBlocks:
+            self.ledger.release(twin.request, computed_tokens=claim.hit_tokens)
+            raise
+        return self._claimed(longer, twin.request, len(longer.tokens) - 1)
 
     def blocks(self, claim: Claim) -> dict[int, Blocks]:
         """What the request holds now, and which blocks of it are partial."""

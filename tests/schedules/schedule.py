@@ -27,7 +27,8 @@ from kvstow.transfer.channel.messages import Begun
 from kvstow.transfer.options import DigestPolicy, Options, Way
 from kvstow.transfer.transport.base import lost
 from schedules.disks import NO_DISK_FAULTS, DiskFaults
-from schedules.rows import Claim
+from schedules.remotes import Remotes
+from schedules.rows import Claim, LedgerRows
 from schedules.stores import Stores
 from schedules.transfers import Transfers
 from schedules.truth import WINDOW, Ints, Request, Shape
@@ -46,7 +47,13 @@ CHURNING_WAYS: tuple[Way | None, ...] = ("read", "read", "slots", "write")
 SLOT_WAYS: tuple[Way | None, ...] = ("slots", "slots", "slots", "read", "write")
 ALIKE = (Shape(), Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("BLHNC", 4))
 MIXED = (Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("LHBNC"), Shape("BLHNC", 4))
-HYBRID = (Shape(hybrid=True), Shape("BLNHC", hybrid=True), Shape("BLHNC", 4, hybrid=True))
+HYBRID = tuple(
+    Shape(order, tokens, second="window")
+    for order, tokens in (("BLHNC", 2), ("BLNHC", 2), ("BLHNC", 4))
+)
+RECURRENT = tuple(
+    Shape(order, tokens, second="state") for order, tokens in (("BLHNC", 2), ("BLNHC", 2))
+)
 RANKS = (Shape(tp=(0, 2)), Shape(tp=(1, 2)))
 LENGTHS = (2, 4, 4, 6, 8, 3, 5, 9)
 LONG = (8, 9, 10, 12)
@@ -121,7 +128,7 @@ class Schedule:
         self._apply(self.faults)
         self.writers_die = self.faults.kill > 0 and dice.random() < 0.5
         """Producers write, slowly, and are killed meanwhile."""
-        self.maps = not self.writers_die and Random(-7 - seed).random() < 0.3
+        self.maps = not (self.writers_die or self.faults.leave) and Random(-7 - seed).random() < 0.3
         """Nodes map each other's memory, where they are not forced to do otherwise."""
         is_slow = self.churns or self.writers_die
         self.world.slowness = 0.7 if is_slow else dice.choice((0.0, 0.0, 0.5))
@@ -133,7 +140,12 @@ class Schedule:
         self.options = self._drawn_options()
         self.processes: dict[str, Process] = {}
         self.deployments = self._drawn_deployments()
-        self.transfers, self.tiers = Transfers(self), Stores(self)
+        self.transfers, self.tiers, self.remotes = Transfers(self), Stores(self), Remotes(self)
+        dice = Random(-3 - seed)
+        self.has_remote = self.shares and dice.random() < 0.4
+        """Nodes keep rows on a store on the network."""
+        if self.roughness and dice.random() < 0.7:
+            self.remotes.store.trouble = 0.2 * dice.random()
         try:
             for process in self.processes.values():
                 self.start(process)
@@ -178,21 +190,23 @@ class Schedule:
     def _drawn_leave(self) -> float:
         """How often lines are left, which is drawn apart: seeds without it stay as they are."""
         dice = Random(-1 - self.report.seed)
-        return 0.15 * dice.random() if self.roughness and dice.random() < 0.3 else 0.0
+        return 0.15 * dice.random() if self.roughness and dice.random() < 0.35 else 0.0
 
     def _drawn_options(self) -> Options:
         dice = self.random
+        is_left = self.faults.leave > 0  # orders to write come late, under leases that still run
+        is_writing = self.writers_die or is_left
         slot_bytes = dice.choice((None, None, 32, 48, 300))
         ways = CHURNING_WAYS if self.churns else SLOT_WAYS if slot_bytes else WAYS
         digests = ("off",) if self.churns else DIGESTS
         return Options(
-            lease_seconds=0.1 if self.churns else dice.choice((0.3, 1.0, 2.0)),
+            lease_seconds=2.0 if is_left else 0.1 if self.churns else dice.choice((0.3, 1.0, 2.0)),
             transfer_seconds=dice.choice((1.0, 3.0)),
             contact_seconds=0.8,
             heartbeat_seconds=3.0 if self.churns else dice.choice((0.1, 0.2, 3.0)),
             drain_seconds=dice.choice((0.1, 0.3)),
             quarantine_seconds=0.5,
-            direction=None if self.maps else "write" if self.writers_die else dice.choice(ways),
+            direction=None if self.maps else "write" if is_writing else dice.choice(ways),
             mapped=self.maps,
             digest="always" if self.faults.flip else dice.choice(digests),
             slot_bytes=slot_bytes,
@@ -205,15 +219,19 @@ class Schedule:
         if drawn < 0.15:
             shapes, found = [*RANKS, Shape()], [("a0", "a1"), ("b",)]
         else:
-            count = dice.choice((2, 2, 2, 3))
-            kind = ALIKE if drawn < 0.6 else MIXED if drawn < 0.8 else HYBRID
-            if kind is HYBRID:  # what windows leave behind must not be found
+            kind = ALIKE if drawn < 0.5 else MIXED if drawn < 0.7 else HYBRID
+            if self.stores and dice.random() < 0.3:
+                kind = HYBRID
+            elif kind is HYBRID and not self.stores and dice.random() < 0.5:
+                kind = RECURRENT
+            count = dice.choice((2, 3) if kind is MIXED else (2, 2, 2, 3))
+            if kind in (HYBRID, RECURRENT):  # what windows leave behind must not be found
                 self.shares, self.lengths = True, LONG
             shapes = [dice.choice(kind)] * count if kind is ALIKE else dice.choices(kind, k=count)
             found = [(name,) for name in "abc"[:count]]
         for name, shape in zip([n for names in found for n in names], shapes, strict=True):
             model = "beta" if dice.random() < 0.02 else "alpha"
-            ids = not shape.hybrid and dice.random() < 0.25
+            ids = not shape.is_hybrid and dice.random() < 0.25
             self.processes[name] = Process(name, model, shape, self.options, ids)
         return found
 
@@ -228,6 +246,7 @@ class Schedule:
             (4.0 if churns else 2.5 * less, transfers.pull),
             (2.0 if churns or self.stores else 0.5, self._compute),
             (3.0 if churns else 1.2, self._let_go),
+            (1.2 if self.shares else 0.5, self._fork),
             (0.3 * self.roughness, transfers.withdraw),
             (0.3 * self.roughness, transfers.abort),
             (0.6 * self.roughness, transfers.take_back),
@@ -241,9 +260,12 @@ class Schedule:
             (20 * faults.cut, self._cut_or_heal),
             (20 * faults.power, self._cut_the_power),
             (kept, tiers.save),
-            (0.6 * kept, tiers.load),
+            (kept, tiers.load),
             (0.1 * kept, tiers.evict),
             (3 * kept, tiers.turn_somebody),
+            (5.0 * self.has_remote, self.remotes.save),
+            (5.0 * self.has_remote, self.remotes.load),
+            (5.0 * self.has_remote, self.remotes.turn),
         ]
         return [(weight, act) for weight, act in acts if weight]
 
@@ -401,15 +423,19 @@ class Schedule:
         self.history.append(request)
         return request
 
+    def longer(self, request: Request) -> Request:
+        """The same request with one more token."""
+        self._fresh += 1
+        tokens = (*request.tokens, self._fresh - 1)
+        return Request(request.model, tokens, request.adapter)
+
     def fill(self, node: Node, request: Request) -> Held | None:
         """Compute a request into rows of its own; what was cached of it must be true."""
         node.agent.settle()
-        try:
-            claim = node.rows.claim(request)
-        except OutOfBlocks:
+        claim = self._claimed(node, request)
+        if claim is None:
             self.world.count("out of rows")
             return None
-        self.check_claim(node, claim)
         for g, new in claim.new.items():
             node.write(g, new.ids, new.index, request, 0, len(request.tokens))
         if self.random.random() < 0.5:  # the next token is on its way: windows move on
@@ -419,8 +445,71 @@ class Schedule:
         node.held.append(held)
         return held
 
-    def check_claim(self, node: Node, claim: Claim) -> None:
-        """Rows that are given out are nobody's, and what was found in them is true."""
+    def _claimed(self, node: Node, request: Request) -> Claim | None:
+        """Rows for a request; where there are recurrent states, it may stop on its way, so that a
+        checkpoint is made there."""
+        step, rows = node.shape.block_tokens, node.rows
+        claim: Claim | None = None
+        try:
+            if node.shape.second != "state" or not isinstance(rows, LedgerRows):
+                claim = rows.claim(request)
+                self.check_claim(node, claim)
+                return claim
+            part = self.random.randrange(step, len(request.tokens) + 1, step)
+            claim = rows.claim(request, part)
+            self.check_claim(node, claim)
+            if part > claim.hit_tokens:
+                for g, new in claim.new.items():
+                    node.write(g, new.ids, new.index, request, 0, part)
+            claim = rows.finish(claim)
+            self.check_given(node, claim)
+        except OutOfBlocks:
+            if claim is not None:
+                rows.drop(claim)
+            return None
+        return claim
+
+    def _fork(self) -> None:
+        """A request goes on twice. What both have in a block is copied before one writes to it;
+        where a pull was filling it, nobody knows what the copy is."""
+        node, dice = self.any_node(), self.random
+        if node is None or not isinstance(node.rows, LedgerRows):
+            return
+        node.agent.settle()
+        pulls = [pull for pull in node.pulls if not pull.is_judged and not pull.must_fail]
+        if pulls and dice.random() < 0.7:
+            pull = dice.choice(pulls)
+            twin = self._forked(node, pull.claim)
+            if twin is not None:
+                pull.twins.append(twin)
+                self.world.count("forks of pulls")
+        elif node.held:
+            held = dice.choice(node.held)
+            twin = self._forked(node, held.claim)
+            if twin is not None:
+                first = {
+                    g: max(held.first[g], int(b.index[0]) * node.shape.block_tokens)
+                    for g, b in twin.blocks.items()
+                }
+                node.held.append(Held(twin, twin.request, first))
+                self.world.count("forks")
+
+    def _forked(self, node: Node, claim: Claim) -> Claim | None:
+        """A request that goes on from another one's rows with one token, which is computed."""
+        assert isinstance(node.rows, LedgerRows)
+        length, longer = len(claim.request.tokens), self.longer(claim.request)
+        try:
+            twin = node.rows.fork(claim, longer)
+        except OutOfBlocks:
+            self.world.count("out of rows")
+            return None
+        self.history.append(longer)
+        for g, new in twin.new.items():
+            node.write(g, new.ids, new.index, longer, length, length + 1)
+        return twin
+
+    def check_given(self, node: Node, claim: Claim) -> None:
+        """Rows that are given out are nobody's."""
         open_rows = node.open_rows()
         if open_rows:
             is_open = np.zeros(len(node.memory), bool)
@@ -432,18 +521,24 @@ class Schedule:
                         f"{node.name}: rows {new.ids.tolist()} of group {g} are given out while "
                         f"somebody may write to them"
                     )
+
+    def check_claim(self, node: Node, claim: Claim) -> None:
+        """Rows that are given out are nobody's, and what was found in them is true."""
+        self.check_given(node, claim)
         hit = claim.hit_tokens
         if hit:
             self.count("prefix hits")
             for g, blocks in claim.blocks.items():
-                shared = len(blocks) - len(claim.new[g])
+                is_copy = node.shape.is_state(g)
+                shared = len(blocks) - (0 if is_copy else len(claim.new[g]))
                 ids, index = blocks.ids[:shared], blocks.index[:shared]
                 first = self.first_seen(node, g, hit)
                 self.check_rows(node, g, ids, index, claim.request, first, hit, "a prefix hit")
 
     def first_seen(self, node: Node, group: int, num_tokens: int) -> int:
         """The first token that the token behind so many certainly sees."""
-        return max(0, num_tokens - WINDOW + 1) if node.shape.hybrid and group else 0
+        is_window = node.shape.second == "window" and group
+        return max(0, num_tokens - WINDOW + 1) if is_window else 0
 
     def check_rows(
         self,

@@ -20,9 +20,11 @@ class SimCounters:
 
 @dataclass(eq=False)
 class SimMemory:
-    """One process's memory, as others map it; it stays as it was when the process is killed."""
+    """One process's memory, as the process `holder` maps it; it stays as it was when the process is
+    killed."""
 
     world: "World"
+    holder: str
     engine: str
     arena: Arena
     tables: Ints
@@ -67,6 +69,7 @@ class SimNode:
         engine, arena, tables, alive = self.world.shared[int.from_bytes(description) - 1]
         if engine not in self.world.engines:
             raise NotShared("process", "it has ended")
-        memory = SimMemory(self.world, engine, Arena.over(layout, arena.bytes), tables, alive)
+        mapped = Arena.over(layout, arena.bytes)
+        memory = SimMemory(self.world, self.engine, engine, mapped, tables, alive)
         self.world.mapped.add(memory)
         return memory

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstow.errors import OutOfBlocks, StoreError
-from kvstow.offload.keys import PromptRows, block_keys
+from kvstow.offload.keys import PromptRows
 from kvstow.offload.tier import held_by_any
 from schedules.disks import NO_DISK_FAULTS, Load, Storage
 from schedules.truth import Request
@@ -73,7 +73,7 @@ class Stores:
         storage, known = node.storage, self.world.machine.known
         assert storage is not None
         step = node.shape.block_tokens
-        keys = block_keys(held.request.identity, held.request.prompt, step)
+        keys = held.request.keys(step)
         self._saved.append(held.request)
         for block, key in enumerate(keys):
             known.setdefault(key, (held.request, (block + 1) * step))
@@ -98,11 +98,11 @@ class Stores:
         if node is None or not alike:
             return
         assert node.storage is not None
-        saved = dice.choice(alike)
+        saved = dice.choice(alike[-3:])
         adapter = saved.adapter if dice.random() < 0.8 else dice.choice(("", "tuned"))
         longer = Request(saved.model, (*saved.tokens, NEXT_TOKEN), adapter)
         if dice.random() < 0.5:  # then it comes from disk
-            keys = block_keys(longer.identity, longer.prompt, node.shape.block_tokens)
+            keys = longer.keys(node.shape.block_tokens)
             for g in range(len(node.places.rows)):
                 node.storage.host.evict(g, keys)
         tiers = node.storage.tiers
@@ -203,6 +203,10 @@ class Stores:
         schedule.check_held(node, held, "loaded")
         node.rows.received(load.claim)
         node.held.append(held)
+        if schedule.random.random() < 0.4:  # it ends, and others begin like it
+            schedule.release(node, held)
+            for length in range(1, end):
+                schedule.fill(node, schedule.longer(load.request.cut(length)))
 
     def check_disks(self) -> None:
         """Every row on disk is true; on an honest disk, every row that is listed is there."""

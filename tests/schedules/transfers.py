@@ -237,20 +237,40 @@ class Transfers:
 
     def judge(self, node: Node) -> None:
         """See which pulls have ended, and which have come to rest."""
+        accepted: list[Pull] = []
         for pull in tuple(node.pulls):
             transfer = pull.transfer
             if transfer.done and not pull.is_judged:
                 pull.is_judged = True
                 if transfer.error is None:
                     self._accepted(node, pull)
+                    accepted.append(pull)
                     continue
                 self.schedule.count(transfer.error.kind)
                 self.schedule.note(f"{node.name} {transfer.error.kind}")
                 node.agent.settle()
                 node.rows.drop(pull.claim)
+                for twin in pull.twins:
+                    node.rows.drop(twin)
             if pull.is_judged and transfer.quiet:
                 pull.is_quiet = True
                 self._closed(node, pull)
+        for pull in accepted:
+            self._end_twins(node, pull)
+
+    def _end_twins(self, node: Node, pull: Pull) -> None:
+        """Requests that were forked from an accepted one end; they are offered before, if that is
+        not refused, and somebody asks the same once more."""
+        node.agent.settle()
+        for twin in pull.twins:
+            try:
+                ticket = self._ticket(node, Held(twin, twin.request, {}), 1)
+            except TransferError:
+                self.world.count("offered too soon")
+            else:
+                self.offers.append(Offer((ticket,), (node,), twin.request, 1))
+            node.rows.release(twin)
+            self.schedule.fill(node, self.schedule.longer(twin.request))
 
     def _closed(self, node: Node, pull: Pull) -> None:
         """Nobody may write to its rows from now on."""
@@ -297,6 +317,7 @@ class Transfers:
     def _is_busy(self, node: Node) -> bool:
         server = node.agent.server
         moving = bool(node.pulls or len(server.leases) or server.servings)
+        moving |= bool(node.agent.loop._commands)
         return moving or self._posts_under_way(node) > 0
 
     def unfinished(self) -> str:

@@ -8,17 +8,18 @@ so that rows of any order, block size and rank are compared with the same truth.
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from hashlib import shake_128
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow.blocks.prompt import Prompt
+from kvstow.offload.keys import block_keys
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.pack import Site, packed
-from kvstow.plan.retention import Full, Retention, Window
+from kvstow.plan.retention import Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 Bytes = npt.NDArray[np.uint8]
@@ -31,14 +32,25 @@ CELL_BYTES = 2 * CONTENT
 WINDOW = 4
 
 
+RETENTIONS: dict[str, Retention] = {"full": Full(), "window": Window(WINDOW), "state": State()}
+
+
 class Shape(NamedTuple):
     """How a rank keeps its rows."""
 
     order: Order = "BLHNC"
     block_tokens: int = 2
     tp: tuple[int, int] = (0, 1)
-    hybrid: bool = False
-    """The second layer sees a window only, and is a group of its own."""
+    second: Literal["full", "window", "state"] = "full"
+    """What the second layer keeps: where that is not all, it is a group of its own."""
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.second != "full"
+
+    def is_state(self, group: int) -> bool:
+        """Whether a group has one running row for each request."""
+        return self.second == "state" and group == 1
 
 
 @cache
@@ -56,18 +68,18 @@ def layout_of(model: str, shape: Shape) -> Layout:
     content = (Extent.whole("content", CONTENT),)
 
     def layer(number: int) -> LayerSpec:
-        seen: Retention = Window(WINDOW) if shape.hybrid and number else Full()
+        is_state = number == 1 and shape.second == "state"
         return LayerSpec(
             name=f"layers.{number}",
-            retention=seen,
+            retention=RETENTIONS[shape.second] if number else Full(),
             block_tokens=shape.block_tokens,
-            states=shape.block_tokens,
+            states=1 if is_state else shape.block_tokens,
             heads=heads,
             fields=(Field("k", DType.BFLOAT16, content),),
         )
 
     site = Site(model="small", order=shape.order, tp=shape.tp)
-    slabs = {2: 14, 4: 9}[shape.block_tokens] + 8 * shape.hybrid
+    slabs = {2: 14, 4: 9}[shape.block_tokens] + 8 * shape.is_hybrid
     layout = packed(grouped([layer(i) for i in range(LAYERS)]), num_slabs=slabs, site=site)
     return layout.identified(identity_of(model))
 
@@ -95,6 +107,10 @@ class Request:
     def prompt(self) -> Prompt:
         return _prompt(self.tokens, self.adapter)
 
+    def keys(self, block_tokens: int) -> list[bytes]:
+        """The keys of its whole blocks."""
+        return block_keys(self.identity, self.prompt, block_tokens)
+
 
 @lru_cache(maxsize=4096)
 def _prompt(tokens: tuple[int, ...], adapter: str) -> Prompt:
@@ -112,7 +128,7 @@ def _cells(model: str, adapter: str, tokens: tuple[int, ...]) -> Bytes:
 @lru_cache(maxsize=1 << 13)
 def truth(request: Request, shape: Shape, group: int) -> Bytes:
     """What each token has in the rows of a group: `[token, byte]`."""
-    layers = [group] if shape.hybrid else list(range(LAYERS))
+    layers = [group] if shape.is_hybrid else list(range(LAYERS))
     rank, size = shape.tp
     heads = slice(rank * HEADS // size, (rank + 1) * HEADS // size)
     tokens = request.tokens

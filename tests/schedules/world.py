@@ -7,19 +7,23 @@ stopped, killed or started again, when bytes of a copy land.
 
 import ctypes
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import numpy as np
 
+from kvstow.blocks.table import RowCopy
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
+from kvstow.offload.remote.directory import WriterLayout
+from kvstow.plan.layout import Layout
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.options import Options
 from kvstow.transfer.transport.base import Region
 from kvstow.transfer.transport.local import Fabric, LocalTransport
-from schedules.disks import Machine, Storage
+from schedules.disks import Machine, Storage, cells_in_row
 from schedules.library import TELEMETRY, Worker
 from schedules.network import Clock, Network, SimChannel
 from schedules.rows import Claim, EngineRows, LedgerRows
@@ -37,6 +41,8 @@ class Pull:
     until: float
     must_fail: str = ""
     """Why it may not be accepted, where it may not."""
+    twins: list[Claim] = field(default_factory=list)
+    """Requests that were forked from it, whose rows were copied before they were filled."""
     is_judged: bool = False
     is_quiet: bool = False
 
@@ -89,12 +95,34 @@ class Node:
 
     # ── memory ────────────────────────────────────────────────────────────────────
 
+    def copy(self, copies: Iterable[RowCopy]) -> None:
+        """What a ledger wants to be copied from row to row."""
+        for each in copies:
+            rows = self.places.rows[each.group]
+            self.memory[rows[each.destination]] = self.memory[rows[each.source]]
+            self.shadow[rows[each.destination]] = self.memory[rows[each.source]]
+
     def write(
         self, group: int, ids: Ints, index: Ints, request: Request, first: int, end: int
     ) -> None:
         """Compute tokens `[first, end)` of a request, as far as they lie in these blocks."""
         cells, values = self._known(group, ids, index, request, first, end)
         self.memory[cells] = self.shadow[cells] = values
+
+    def packed_row(self, group: int, block: int) -> Bytes:
+        """A row as a tier keeps it."""
+        layout = self.tier_layout
+        row = np.zeros(layout.row_bytes(group), np.uint8)
+        row[cells_in_row(layout, group)] = self.memory[self.places.cells[group][block]]
+        return row
+
+    def cells_in_row(self, group: int) -> Ints:
+        """Where the cells of each token are in a row that a tier keeps."""
+        return cells_in_row(self.tier_layout, group)
+
+    @property
+    def tier_layout(self) -> Layout:
+        return WriterLayout.of(layout_of(self.model, self.shape)).layout
 
     def differs(
         self, group: int, ids: Ints, index: Ints, request: Request, first: int, end: int
@@ -108,7 +136,11 @@ class Node:
     def _known(
         self, group: int, ids: Ints, index: Ints, request: Request, first: int, end: int
     ) -> tuple[Ints, Bytes]:
-        """The places of tokens in blocks, and what must lie there."""
+        """The places of tokens in blocks, and what must lie there; of a recurrent group, the state
+        after the last of them."""
+        if self.shape.is_state(group):
+            values = truth(request, self.shape, group)[end - 1 : end]
+            return self.places.cells[group][ids].reshape(len(ids), -1), values
         step = self.shape.block_tokens
         tokens = (index[:, None] * step + np.arange(step)).ravel()
         cells = self.places.cells[group][ids].reshape(len(tokens), -1)
@@ -213,6 +245,8 @@ class World:
             memory.copy(),
             places_of(shape),
         )
+        if isinstance(rows, LedgerRows):
+            rows.copy = made.copy
         self.nodes[name] = made
         return made
 
@@ -225,6 +259,7 @@ class World:
         self.fabric.kill(node.engine)
         node.channel.close()
         node.agent.loop.close()
+        self.mapped = {each for each in self.mapped if each.holder != node.agent.endpoint.start}
         self.graveyard.append(node)
         return node
 
@@ -314,6 +349,12 @@ class SimTransport(LocalTransport):
 
     def fresh(self) -> "SimTransport":
         return SimTransport(self._world, step_bytes=self.step_bytes, piece_bytes=self.piece_bytes)
+
+    def progress(self) -> None:
+        """Bytes of a copy that was given up land before others, or after them."""
+        if any(post.was_given_up for post in self._posts):
+            self._world.random.shuffle(self._posts)
+        super().progress()
 
     def register(self, region: Region) -> None:
         world = self._world

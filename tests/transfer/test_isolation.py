@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.errors import BlockError, TransferError
 from kvstow.memory.arena import Arena
@@ -249,12 +250,18 @@ def test_nothing_to_pull_and_no_time_for_it_are_refused(scene, how):
     scene.finish()
 
 
-def test_fewer_tokens_than_offered_with_a_window_are_an_error_or_exact(scene):
-    """The producer has let go of blocks that the shorter request would need."""
-    other = scene.add("q")
-    ticket = other.offer(OTHER_SOURCE, TOKENS)
-    result = scene.pulled(ticket, num_tokens=TOKENS - 8, digest="always")
-    assert "error" in result
+def test_a_recurrent_state_is_neither_pulled_nor_offered_for_fewer_tokens_than_it_is_of(scene):
+    """It was accepted: the state after all tokens, as that after some of them."""
+    ticket = scene.add("q").offer(OTHER_SOURCE, TOKENS)
+    with pytest.raises(TransferError, match=f"after {TOKENS} tokens, not after {TOKENS - 1}"):
+        scene.pulled(ticket, num_tokens=TOKENS - 1)
+    pool = Pool(LAYOUT)
+    ledger = Ledger(pool)
+    agent = Agent(Arena(LAYOUT), pool, transport=LocalTransport(Fabric()), identity=IDENTITY)
+    request = ledger.admit(TOKENS).request
+    with pytest.raises(TransferError, match="the recurrent state is that after"):
+        agent.offer(ledger, request, num_tokens=TOKENS - 1)
+    agent.close()
     scene.finish()
 
 

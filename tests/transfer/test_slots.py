@@ -1,5 +1,7 @@
 """Slots: pieces hold every move once, fit their slots, and end up where moves say."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from kvstow.plan.manifest import encode
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import plan_route
-from kvstow.transfer.slots import SLOTS, Stage, pieces
+from kvstow.transfer.slots import SLOTS, Stage, pieces, when_quiet
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, from_json, hybrid_layout, rows_for
 
@@ -94,3 +96,27 @@ def test_two_agents_that_stage_for_each_other_do_not_wait_for_each_other_for_eve
         assert [node.end_pull(number).get("error") for number in range(3)] == [None] * 3
     for node in nodes:
         node.close()
+
+
+def test_a_slot_is_given_back_when_the_last_copy_that_may_write_to_it_is_quiet():
+    class Failed:
+        def __init__(self) -> None:
+            self.is_quiet = False
+            self.calls: list[Any] = []
+
+        def after(self, call: Any) -> None:
+            self.calls.append(call)
+
+        def land(self) -> None:
+            self.is_quiet = True
+            for call in self.calls:
+                call()
+
+    flights: list[Any] = [Failed(), Failed(), Failed()]
+    given: list[int] = []
+    flights[1].land()
+    when_quiet(flights, lambda: given.append(1))
+    flights[2].land()
+    assert not given
+    flights[0].land()
+    assert given == [1]

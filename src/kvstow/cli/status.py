@@ -53,6 +53,15 @@ MISSES = {
 }
 """Why requests for a prefix got no ticket."""
 
+UNMAPPED = {
+    "node": "it is on another node",
+    "user": "it is of another user",
+    "memory": "its memory and ours cannot be shared",
+    "process": "its process is not found from here",
+    "option": "an option forbids it",
+}
+"""Why the memory of a peer is not mapped."""
+
 
 def status(
     addresses: Addresses,
@@ -239,6 +248,9 @@ def _agent(document: Mapping[str, Any]) -> Iterator[str]:
     if rows:
         yield table(("peer", "state", "direction", "GB/s", "moved"), rows, num_left=3)
     for peer in document["peers"]:
+        if peer["unmapped"]:
+            why = UNMAPPED.get(peer["unmapped"], peer["unmapped"])
+            yield f"{peer['name']} is not mapped: {why}"
         if peer["misses"]:
             requests = plural(sum(peer["misses"].values()), "request")
             yield f"{peer['name']} had no ticket for {requests}: {_reasons(peer['misses'])}"

@@ -8,7 +8,7 @@ with Agent(arena, pool, transport=NixlTransport(), identity=identity) as agent:
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from random import Random, SystemRandom
@@ -20,6 +20,8 @@ from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.plan.identity import Identity
+from kvstow.plan.layout import Layout
+from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.framing import Channel, DropReason, Session
@@ -167,6 +169,7 @@ class Agent:
         held, blocks = ledger.num_tokens(request), ledger.blocks(request)
         tokens = held if num_tokens is None else num_tokens
         if tokens < held:  # what is partial has what the next token sees, not what this one sees
+            check_states(self.endpoint.layout, blocks, tokens, held)
             blocks = {g: listed.whole for g, listed in blocks.items()}
         return self.offer_blocks(
             blocks,
@@ -325,6 +328,7 @@ class Agent:
             raise TransferError(f"deadline is {seconds} s, not above 0", kind="refused")
         check_words(direction, digest)
         check_blocks(self.endpoint.layout, into, whose=self.name)
+        check_states(self.endpoint.layout, into, tokens, listed[0].num_tokens)
         self._check_identity(listed, identity)
         with ExitStack() as undo:
             self._owner.share(into)
@@ -497,6 +501,18 @@ def _checked_name(name: str) -> str:
     if len(name) > MAX_NAME:
         raise SpecError(f"agent name {name[:40]!r}… has {len(name)} characters, not {MAX_NAME}")
     return name
+
+
+def check_states(layout: Layout, groups: Iterable[int], num_tokens: int, held: int) -> None:
+    """TransferError where fewer tokens than are `held` are wanted of recurrent states: a state is
+    that after all of them."""
+    for rows in (layout.groups[g] for g in groups):
+        if num_tokens < held and isinstance(rows.group.retention, State):
+            raise TransferError(
+                f"group {rows.group.name!r}: the recurrent state is that after {held} tokens, not "
+                f"after {num_tokens}\n\nhint: all {held} tokens, or leave this group out",
+                kind="refused",
+            )
 
 
 def checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int | None) -> int:
