@@ -33,15 +33,6 @@ def test_one_checkpoint_in_two_places_is_one_identity(tmp_path: Path):
     assert one.is_verified
 
 
-def test_other_weights_of_the_same_shape_are_another_identity(tmp_path: Path):
-    one = Identity.of(checkpoint(tmp_path / "a" / "llama"))
-    other = Identity.of(checkpoint(tmp_path / "b" / "llama", seed=2))
-    (found,) = one.differences(other)
-    assert one.weights in found
-    assert other.weights in found
-    assert one.digest != other.digest
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -68,24 +59,6 @@ def test_fields_without_effect_on_the_cache_do_not_count():
     plain = config_fields(CONFIG)
     assert plain == config_fields(CONFIG | {"transformers_version": "9", "use_cache": False})
     assert ("rope_scaling.factor", "4.0") in plain
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kv_dtype": "fp8_e5m2"},
-        {"interior": "cpu-transposed"},
-        {"adapter": "lora-7"},
-        {"salt": "tenant-a"},
-        {"tokenizer": "another"},
-        {"model": "another"},
-    ],
-)
-def test_every_field_of_an_identity_counts(change: dict[str, str]):
-    one = Identity(model="m", weights="aa", kv_dtype="fp8_e4m3")
-    other = replace(one, **change)
-    assert len(one.differences(other)) == 1
-    assert one.digest != other.digest
 
 
 def test_an_unverified_identity_never_matches_a_verified_one():

@@ -40,18 +40,6 @@ def test_an_element_type_knows_its_bits_and_its_addressable_unit(
     assert (dtype.bits, dtype.unit, dtype.per_unit) == (bits, unit, per_unit)
 
 
-def test_every_element_type_has_a_size() -> None:
-    assert all(dtype.bits in (4, 8, 16, 32, 64) for dtype in DType)
-
-
-def test_a_whole_extent_is_one_piece_of_everything() -> None:
-    assert Extent.whole("head", 8) == Extent("head", 8, ((0, 8),))
-
-
-def test_an_extents_size_is_the_sum_of_its_pieces() -> None:
-    assert Extent("channel", 20, ((0, 4), (10, 12), (15, 16))).size == 4 + 2 + 1
-
-
 @pytest.mark.parametrize(
     "pieces",
     [(), ((0, 0),), ((-1, 2),), ((0, 9),), ((3, 2),), ((0, 4), (3, 6)), ((0, 2), (0, 2))],
@@ -61,10 +49,6 @@ def test_an_extent_of_pieces_that_are_empty_outside_or_overlapping_cannot_be_bui
 ) -> None:
     with pytest.raises(SpecError, match="disjoint"):
         Extent("head", 8, pieces)
-
-
-def test_pieces_may_lie_in_memory_in_another_order_than_in_the_model() -> None:
-    assert Extent("head", 8, ((6, 8), (0, 2))).size == 4
 
 
 def test_a_four_bit_field_of_an_odd_length_does_not_fill_whole_bytes() -> None:
@@ -84,11 +68,6 @@ def test_a_fields_bytes_are_its_elements_times_their_bits(dtype: DType, sizes: l
     for size in sizes:
         elements *= size
     assert field("x", dtype, *sizes).nbytes * 8 == elements * dtype.bits
-
-
-def test_a_page_is_heads_times_states_times_cell() -> None:
-    assert layer().cell_bytes == 4 * 2 + 4 * 2
-    assert layer().page_bytes == 2 * 16 * (4 * 2 + 4 * 2)
 
 
 def test_fields_start_at_their_natural_alignment_and_cells_end_at_the_largest() -> None:
@@ -127,11 +106,6 @@ def test_a_summary_is_one_state_of_any_number_of_tokens() -> None:
 def test_two_fields_of_one_name_cannot_share_a_cell() -> None:
     with pytest.raises(SpecError, match="unique"):
         layer(fields=(field("k", DType.INT8, 1), field("k", DType.INT8, 1)))
-
-
-def test_a_layer_without_fields_cannot_be_built() -> None:
-    with pytest.raises(SpecError, match="at least one field is needed"):
-        layer(fields=())
 
 
 def test_a_missing_field_is_reported_with_those_there_are() -> None:
@@ -217,43 +191,6 @@ def test_an_attention_layer_has_wider_values_other_retentions_and_a_ranks_heads(
     )
     assert made.page_bytes == 4 * (3 + 5)
     assert (made.heads, made.retention) == (heads, Window(7))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"heads": 0}, "heads is 0"),
-        ({"heads": True}, "heads is True"),
-        ({"head_dim": 0}, "head_dim is 0"),
-        ({"v_head_dim": -1}, "v_head_dim is -1"),
-        ({"dtype": "fp9"}, "'fp9' is not an element type"),
-        ({"retention": "full"}, "retention is 'full'"),
-        ({"block_tokens": 0}, "block_tokens is 0"),
-    ],
-)
-def test_an_attention_layer_that_cannot_be_is_refused(
-    change: dict[str, object], words: str
-) -> None:
-    facts: dict[str, object] = {"heads": 2, "head_dim": 8, "dtype": "bf16"}
-    with pytest.raises(SpecError, match=words):
-        LayerSpec.attention("a", **facts | change)  # type: ignore[arg-type]
-
-
-def test_per_layer_engines_allocate_keys_and_values_apart() -> None:
-    assert layer().num_tensors == 2
-    assert layer(fields=(field("latent", DType.INT8, 1),)).num_tensors == 1
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_sizes_of_one_and_two_are_sizes_like_any_other(size: int) -> None:
-    spec = layer(
-        block_tokens=size,
-        states=size,
-        retention=Window(size),
-        heads=Extent.whole("head", size),
-        fields=(field("k", DType.FLOAT32, size), field("v", DType.FLOAT32, size)),
-    )
-    assert spec.page_bytes == size * size * 2 * size * 4
 
 
 # ── sections ────────────────────────────────────────────────────────────────────────────────

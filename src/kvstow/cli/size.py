@@ -158,8 +158,8 @@ def size(
     searched over tp, pp and replicas. With --requests-per-hour, what a store on host or disk takes.
     Exits with 1 if not one request fits for certain.
     """
-    from kvstow.plan.sizing.cluster import PP, TP, Gpu, Load
-    from kvstow.plan.sizing.reports import SizeQuestion, size_report
+    from kvstow.plan.sizing.cluster import PP, TP, Gpu, SizeQuestion
+    from kvstow.plan.sizing.reports import size_report
     from kvstow.plan.sizing.weights import model_weights
 
     options.note_shadowed(model)
@@ -189,8 +189,10 @@ def size(
                 kv_dtype=kv_dtypes[0],
             ),
             weights=model_weights(model, weights_dtype, 0 if requests_per_hour else weights_bytes),
-            load=Load(tokens=tokens, shared_tokens=shared_tokens, requests=requests),
+            tokens=tokens,
+            shared_tokens=shared_tokens,
             output_tokens=output_tokens,
+            requests=requests,
             engine=Engine(
                 name=engine,
                 utilization=utilization,

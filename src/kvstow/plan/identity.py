@@ -35,37 +35,17 @@ TOKEN_ORDERED = "token-ordered"
 
 HINT = "hint: pass identity=Identity.of(model_dir), or Identity.unverified('why') to go without"
 
-WITHOUT_EFFECT = frozenset(
-    {
-        "_attn_implementation",
-        "_commit_hash",
-        "_name_or_path",
-        "attn_implementation",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "decoder_start_token_id",
-        "eos_token_id",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "gradient_checkpointing",
-        "id2label",
-        "keys_to_ignore_at_inference",
-        "label2id",
-        "num_labels",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "task_specific_params",
-        "tokenizer_class",
-        "torchscript",
-        "transformers_version",
-        "use_cache",
-    }
-)
+# fmt: off
+WITHOUT_EFFECT = frozenset((
+    "_attn_implementation", "_commit_hash", "_name_or_path", "attn_implementation", "auto_map",
+    "bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id", "eos_token_id",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing",
+    "id2label", "keys_to_ignore_at_inference", "label2id", "num_labels", "output_attentions",
+    "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
+    "task_specific_params", "tokenizer_class", "torchscript", "transformers_version",
+    "use_cache",
+))
+# fmt: on
 """Fields of a `config.json` that never change what is cached. All others count."""
 
 MEMORY = "memory"

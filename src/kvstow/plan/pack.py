@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import islice
 from math import lcm
 from typing import Literal, get_args
 
@@ -28,7 +27,7 @@ from kvstow.plan.layout import (
     moved,
     parse_order,
 )
-from kvstow.plan.slab import slab_geometry
+from kvstow.plan.slab import Geometry, slab_geometry
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import MAX_BYTES, align_up, check_count, parse_size
 
@@ -115,26 +114,6 @@ Packing = Literal["slab", "union", "separate"]
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
 
 
-def packed_as(
-    packing: Packing,
-    groups: Sequence[Group],
-    *,
-    budget: int | str | None = None,
-    num_slabs: int | None = None,
-    site: Site = ANYWHERE,
-) -> Layout:
-    """The groups under the packing of that name; `slab` is `packed`."""
-    match packing:
-        case "slab":
-            return packed(groups, budget=budget, num_slabs=num_slabs, site=site)
-        case "union":
-            return union(groups, budget=budget, num_slabs=num_slabs, site=site)
-        case "separate":
-            return separate(groups, budget=budget, num_slabs=num_slabs, site=site)
-        case _:
-            raise PlanError(f"packing {packing!r} is none of {', '.join(PACKINGS)}")
-
-
 def packed(
     groups: Sequence[Group],
     *,
@@ -150,7 +129,8 @@ def packed(
     size = ArenaSize.of(budget, num_slabs)
     _check_groups(groups)
     if site.order.startswith("L"):
-        return _columns(equal_groups(groups), size, site)
+        parts = equal_groups(groups)
+        return _by_layer(parts, [1] * len(parts), size, site, shared=True)
     parts = tuple(part for group in groups for part in short_rows(group))
     shapes = [row_shape(group, site) for group in parts]
     geometry = slab_geometry(
@@ -158,12 +138,7 @@ def packed(
         [site.alignment.of_row(group) for group in parts],
         pool_bytes=size.budget,
     )
-    rows = tuple(
-        shape.rows(0, geometry.slab_bytes // count, count)
-        for shape, count in zip(shapes, geometry.rows_per_slab, strict=True)
-    )
-    count = size.slabs_of(geometry.slab_bytes)
-    return _layout(rows, count, geometry.slab_bytes * count, site)
+    return _rows(shapes, geometry, size, site)
 
 
 def union(
@@ -178,13 +153,11 @@ def union(
     _check_groups(groups)
     parts = equal_groups(level_pages(groups))
     if site.order.startswith("L"):
-        return _columns(parts, size, site)
+        return _by_layer(parts, [1] * len(parts), size, site, shared=True)
     shapes = [row_shape(group, site) for group in parts]
     step = lcm(*(site.alignment.of_row(group) for group in parts))
     stride = align_up(max(shape.nbytes for shape in shapes), step)
-    rows = tuple(shape.rows(0, stride, 1) for shape in shapes)
-    count = size.slabs_of(stride)
-    return _layout(rows, count, stride * count, site)
+    return _rows(shapes, Geometry(stride, (1,) * len(parts)), size, site)
 
 
 def separate(
@@ -203,7 +176,7 @@ def separate(
     needs = [group.rows_needed(context_tokens) for group in groups]
     shares = [max(1, round(need / min(needs))) for need in needs]
     if site.order.startswith("L"):
-        return _stacks(groups, shares, size, site)
+        return _by_layer(groups, shares, size, site, shared=False)
     shapes = [row_shape(group, site) for group in groups]
     strides = [
         align_up(shape.nbytes, site.alignment.of_row(group))
@@ -219,6 +192,21 @@ def separate(
         rows.append(shape.rows(base, stride, share))
         end = base + count * share * stride
     return _layout(tuple(rows), count, end, site)
+
+
+def packed_as(
+    packing: Packing,
+    groups: Sequence[Group],
+    *,
+    budget: int | str | None = None,
+    num_slabs: int | None = None,
+    site: Site = ANYWHERE,
+) -> Layout:
+    """The groups under the packing of that name; `slab` is `packed`."""
+    if packing not in PACKINGS:
+        raise PlanError(f"packing {packing!r} is none of {', '.join(PACKINGS)}")
+    pack = {"slab": packed, "union": union, "separate": separate}[packing]
+    return pack(groups, budget=budget, num_slabs=num_slabs, site=site)
 
 
 def _check_groups(groups: Sequence[Group]) -> None:
@@ -303,21 +291,11 @@ def page_in_one_piece(
     return tuple(map(place, layer.section_offsets, layer.sections))
 
 
-def _head_slice(layer: LayerSpec) -> tuple[tuple[int, ...], int]:
-    """Where the sections of one head's part of a page start, and the bytes of that part."""
-    starts: list[int] = []
-    end = 0
-    for section in layer.sections:
-        starts.append(align_up(end, section.unit))
-        end = starts[-1] + section.states * section.cell_bytes
-    return tuple(starts), end
-
-
 def _page_in_slices(layer: LayerSpec, offset: int, block_stride: int, head_stride: int) -> Page:
     """The place of pages whose heads lie apart, each with all sections."""
     return tuple(
         Placement(offset + start, block_stride, head_stride, section.cell_bytes)
-        for start, section in zip(_head_slice(layer)[0], layer.sections, strict=True)
+        for start, section in zip(layer.end_to_end(1)[0], layer.sections, strict=True)
     )
 
 
@@ -346,7 +324,7 @@ def _sliced_row(group: Group, site: Site) -> RowShape:
         slice_end = 0
         for layer in layers:
             offsets.append(align_up(slice_end, site.alignment.of(layer)))
-            slice_end = offsets[-1] + align_up(_head_slice(layer)[1], layer.align)
+            slice_end = offsets[-1] + align_up(layer.end_to_end(1)[1], layer.align)
         head_stride = align_up(slice_end, step)
         for layer, offset in zip(layers, offsets, strict=True):
             places[layer.name] = _page_in_slices(layer, base + offset, 0, head_stride)
@@ -360,71 +338,58 @@ def _sliced_row(group: Group, site: Site) -> RowShape:
 def region(layer: LayerSpec, offset: int, num_blocks: int, site: Site) -> tuple[Page, int]:
     """All pages of one layer side by side, and the bytes they take."""
     if site.order == "LHBNC":
-        slice_bytes = align_up(_head_slice(layer)[1], site.alignment.of(layer))
+        slice_bytes = align_up(layer.end_to_end(1)[1], site.alignment.of(layer))
         place = _page_in_slices(layer, offset, slice_bytes, num_blocks * slice_bytes)
         return place, layer.heads.size * num_blocks * slice_bytes
     stride = align_up(layer.page_bytes, site.alignment.of(layer))
     return page_in_one_piece(layer, site.order, offset, stride), num_blocks * stride
 
 
-def _stacks(groups: Sequence[Group], shares: Sequence[int], size: ArenaSize, site: Site) -> Layout:
-    """One region per layer; group `g` has `shares[g]` blocks to a slab."""
-    layers = [
-        (layer, share)
-        for group, share in zip(groups, shares, strict=True)
-        for layer in group.layers
-    ]
-    count, places, end = _regions(layers, size, site)
-    placed = iter(places)
-    rows = tuple(
-        PlacedGroup(
-            group=group, rows_per_slab=share, placements=tuple(islice(placed, len(group.layers)))
-        )
-        for group, share in zip(groups, shares, strict=True)
-    )
-    return _layout(rows, count, end, site)
+def _by_layer(
+    groups: Sequence[Group], shares: Sequence[int], size: ArenaSize, site: Site, *, shared: bool
+) -> Layout:
+    """A region per layer, with `shares[g]` blocks of group `g` to a slab.
 
-
-def _columns(groups: Sequence[Group], size: ArenaSize, site: Site) -> Layout:
-    """One region per page shape and rank within its group, shared by the groups."""
-    columns: dict[tuple[int, ...], LayerSpec] = {}
-    keys: list[list[tuple[int, ...]]] = []
-    for group in groups:
-        seen: Counter[tuple[int, ...]] = Counter()
+    If they are `shared`, layers of one page shape, one from each group, have one together.
+    """
+    regions: dict[object, tuple[LayerSpec, int]] = {}
+    keys: list[list[object]] = []
+    for group, share in zip(groups, shares, strict=True):
+        count: Counter[object] = Counter()
         keys.append([])
         for layer in group.layers:
-            cells = (section.cell_bytes for section in layer.sections)
-            shape = (layer.heads.size, layer.states, *cells, site.alignment.of(layer))
-            key = (*shape, seen[shape])
-            seen[shape] += 1
-            columns.setdefault(key, layer)
+            cells = tuple(section.cell_bytes for section in layer.sections)
+            shape = layer.heads.size, layer.states, cells, site.alignment.of(layer)
+            key = (shape, count[shape]) if shared else layer.name
+            count[shape] += 1
+            regions.setdefault(key, (layer, share))
             keys[-1].append(key)
-    count, places, end = _regions([(layer, 1) for layer in columns.values()], size, site)
-    place_of = dict(zip(columns, places, strict=True))
+    per_slab = sum(share * region(layer, 0, 1, site)[1] for layer, share in regions.values())
+    gaps = sum(site.alignment.of(layer) for layer, _ in regions.values())
+    num_slabs = size.slabs_of(per_slab, reserved=gaps)
+    places: dict[object, Page] = {}
+    end = 0
+    for key, (layer, share) in regions.items():
+        offset = align_up(end, site.alignment.of(layer))
+        places[key], nbytes = region(layer, offset, num_slabs * share, site)
+        end = offset + nbytes
     rows = tuple(
         PlacedGroup(
-            group=group, rows_per_slab=1, placements=tuple(place_of[key] for key in group_keys)
+            group=group, rows_per_slab=share, placements=tuple(places[key] for key in group_keys)
         )
-        for group, group_keys in zip(groups, keys, strict=True)
+        for group, share, group_keys in zip(groups, shares, keys, strict=True)
     )
-    return _layout(rows, count, end, site)
+    return _layout(rows, num_slabs, end, site)
 
 
-def _regions(
-    layers: Sequence[tuple[LayerSpec, int]], size: ArenaSize, site: Site
-) -> tuple[int, list[Page], int]:
-    """Layers one after another, each with its blocks per slab: slabs, places, total bytes."""
-    per_slab = sum(share * region(layer, 0, 1, site)[1] for layer, share in layers)
-    gaps = sum(site.alignment.of(layer) for layer, _ in layers)
-    count = size.slabs_of(per_slab, reserved=gaps)
-    places: list[Page] = []
-    end = 0
-    for layer, share in layers:
-        offset = align_up(end, site.alignment.of(layer))
-        place, nbytes = region(layer, offset, count * share, site)
-        places.append(place)
-        end = offset + nbytes
-    return count, places, end
+def _rows(shapes: Sequence[RowShape], slab: Geometry, size: ArenaSize, site: Site) -> Layout:
+    """Rows side by side in slabs that all groups share."""
+    rows = tuple(
+        shape.rows(0, slab.slab_bytes // count, count)
+        for shape, count in zip(shapes, slab.rows_per_slab, strict=True)
+    )
+    num_slabs = size.slabs_of(slab.slab_bytes)
+    return _layout(rows, num_slabs, slab.slab_bytes * num_slabs, site)
 
 
 def _layout(rows: tuple[PlacedGroup, ...], num_slabs: int, nbytes: int, site: Site) -> Layout:

@@ -14,13 +14,13 @@ much of a prompt can be served is `longest_prefix`, and nobody else's question.
 
 from collections.abc import Callable, Iterable
 from math import lcm
-from typing import Protocol, overload
+from typing import Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.plan.view import Ints, ceil_div, check_count
+from kvstow.plan.view import Ints, Whole, ceil_div, check_count
 
 Bools = npt.NDArray[np.bool_]
 """Yes or no for each of several: the one boolean array type."""
@@ -81,11 +81,7 @@ def forgets(retention: Retention) -> bool:
     return isinstance(retention, Window | Chunk)
 
 
-@overload
-def first_seen_token(retention: Retention, num_tokens: int) -> int: ...
-@overload
-def first_seen_token(retention: Retention, num_tokens: Ints) -> Ints: ...
-def first_seen_token(retention: Retention, num_tokens: int | Ints) -> int | Ints:
+def first_seen_token(retention: Retention, num_tokens: Whole) -> Whole:
     """The first token that a token at `num_tokens` or later sees.
 
     Of one request, or of each of several. It is `num_tokens` itself where the next token
@@ -100,11 +96,7 @@ def first_seen_token(retention: Retention, num_tokens: int | Ints) -> int | Ints
             return 0 * num_tokens
 
 
-@overload
-def first_seen_block(retention: Retention, num_tokens: int, block_tokens: int) -> int: ...
-@overload
-def first_seen_block(retention: Retention, num_tokens: Ints, block_tokens: int) -> Ints: ...
-def first_seen_block(retention: Retention, num_tokens: int | Ints, block_tokens: int) -> int | Ints:
+def first_seen_block(retention: Retention, num_tokens: Whole, block_tokens: int) -> Whole:
     """The block of `first_seen_token`: blocks before it may be given back."""
     return first_seen_token(retention, num_tokens) // block_tokens
 
@@ -168,22 +160,8 @@ def longest_prefix(
 
     `holds` is asked once per group, full ones first, and only for blocks that the groups before
     it leave possible; where its answer is shorter than `num_blocks`, the rest is not there.
-    An encoder's part is written anew, so nobody asks for it.
-    """
-    return int(prefix_lengths(groups, num_tokens, holds, unit=unit)[-1])
-
-
-def prefix_lengths(
-    groups: Iterable[tuple[int, Blockwise]],
-    num_tokens: int,
-    holds: Holds,
-    *,
-    unit: int | None = None,
-) -> Ints:
-    """Every number of tokens at which every group can serve, ascending; 0 always is one.
-
-    All are multiples of all groups' `block_tokens`, or of `unit` where it is given, itself
-    such a multiple.
+    An encoder's part is written anew, so nobody asks for it. The answer is a multiple of all
+    groups' `block_tokens`, or of `unit` where it is given, itself such a multiple.
     """
     tokenwise = [pair for pair in groups if not isinstance(pair[1].retention, Encoder)]
     tokenwise.sort(key=lambda pair: not isinstance(pair[1].retention, Full))
@@ -197,7 +175,7 @@ def prefix_lengths(
         answer = holds(g, num_blocks)[:num_blocks]
         present[: len(answer)] = answer
         lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
-    return lengths
+    return int(lengths[-1])
 
 
 # ── how many rows a request holds ─────────────────────────────────────────────────────

@@ -21,6 +21,8 @@ caches), or a whole sequence (recurrent layers: one head, one state, and the fie
 carry their own axes).
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -64,6 +66,7 @@ class DType(StrEnum):
 
     @property
     def bits(self) -> int:
+        """As the name says: the first number in it."""
         return _BITS[self]
 
     @property
@@ -77,37 +80,24 @@ class DType(StrEnum):
         return self.unit * 8 // self.bits
 
 
-_BITS = {
-    DType.FLOAT64: 64,
-    DType.FLOAT32: 32,
-    DType.FLOAT16: 16,
-    DType.BFLOAT16: 16,
-    DType.FLOAT8_E4M3: 8,
-    DType.FLOAT8_E5M2: 8,
-    DType.FLOAT4_E2M1: 4,
-    DType.INT32: 32,
-    DType.INT8: 8,
-    DType.UINT8: 8,
-    DType.INT4: 4,
-}
+_BITS = {dtype: int(re.findall(r"\d+", dtype)[0]) for dtype in DType}
 
-_SPELLINGS = {dtype.value: dtype for dtype in DType} | {
-    "double": DType.FLOAT64,
-    "fp64": DType.FLOAT64,
-    "float": DType.FLOAT32,
-    "fp32": DType.FLOAT32,
-    "half": DType.FLOAT16,
-    "fp16": DType.FLOAT16,
-    "bf16": DType.BFLOAT16,
-    "fp8": DType.FLOAT8_E4M3,
-    "e4m3": DType.FLOAT8_E4M3,
-    "fp8_e4m3": DType.FLOAT8_E4M3,
-    "float8_e4m3": DType.FLOAT8_E4M3,
-    "e5m2": DType.FLOAT8_E5M2,
-    "fp8_e5m2": DType.FLOAT8_E5M2,
-    "fp4": DType.FLOAT4_E2M1,
-    "e2m1": DType.FLOAT4_E2M1,
-    "fp4_e2m1": DType.FLOAT4_E2M1,
+_SPELLINGS = {
+    name: dtype
+    for dtype, others in {
+        DType.FLOAT64: "double fp64",
+        DType.FLOAT32: "float fp32",
+        DType.FLOAT16: "half fp16",
+        DType.BFLOAT16: "bf16",
+        DType.FLOAT8_E4M3: "fp8 e4m3 fp8_e4m3 float8_e4m3",
+        DType.FLOAT8_E5M2: "e5m2 fp8_e5m2",
+        DType.FLOAT4_E2M1: "fp4 e2m1 fp4_e2m1",
+        DType.INT32: "",
+        DType.INT8: "",
+        DType.UINT8: "",
+        DType.INT4: "",
+    }.items()
+    for name in (dtype.value, *others.split())
 }
 
 
@@ -179,6 +169,13 @@ class Field:
     @cached_property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.bits // 8
+
+
+RETENTION_HINT = (
+    "one of Full, Window, Chunk, State, Encoder\n\nhint: for example Full() or Window(4096)"
+)
+HEADS_HINT = 'an Extent\n\nhint: Extent.whole("head", 2) for all of two heads'
+FIELDS_HINT = "a tuple of Fields\n\nhint: LayerSpec.attention(...) makes k and v"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,25 +264,16 @@ class LayerSpec:
 
     def _check_types(self) -> None:
         """Untyped callers pass `retention="full"` or `heads=2`; both would fail much later."""
-        if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SpecError(f"layer {self.name!r}: a name is a string, not {type(self.name)}")
-        where = f"layer {self.name!r}"
-        if not isinstance(self.retention, Kind):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SpecError(
-                f"{where}: retention is {self.retention!r}, not one of Full, Window, Chunk, State, "
-                "Encoder\n\nhint: for example Full() or Window(4096)"
-            )
-        if not isinstance(self.heads, Extent):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SpecError(
-                f"{where}: heads is {self.heads!r}, not an Extent"
-                '\n\nhint: Extent.whole("head", 2) for all of two heads'
-            )
-        kinds = {type(field) for field in self.fields}
-        if type(self.fields) is not tuple or kinds - {Field}:
-            raise SpecError(
-                f"{where}: fields is {self.fields!r}, not a tuple of Fields"
-                "\n\nhint: LayerSpec.attention(...) makes k and v"
-            )
+        fields: Iterable[object] = self.fields if type(self.fields) is tuple else (self.fields,)
+        values: list[tuple[str, object, type, str]] = [
+            ("name", self.name, str, "a string"),
+            ("retention", self.retention, Kind, RETENTION_HINT),
+            ("heads", self.heads, Extent, HEADS_HINT),
+            *(("fields", field, Field, FIELDS_HINT) for field in fields),
+        ]
+        for what, value, kind, hint in values:
+            if not isinstance(value, kind):
+                raise SpecError(f"layer {self.name!r}: {what} is {value!r}, not {hint}")
 
     def field(self, name: str) -> Field:
         """The field of that name."""
@@ -310,26 +298,29 @@ class LayerSpec:
             by_section.setdefault(field.section, []).append(replace(field, section=0))
         return tuple(replace(self, fields=tuple(fields), align=1) for fields in by_section.values())
 
-    @cached_property
-    def section_offsets(self) -> tuple[int, ...]:
-        """Where each section starts in a page in one piece: behind the one before it."""
-        offsets: list[int] = []
+    def end_to_end(self, num_heads: int) -> tuple[tuple[int, ...], int]:
+        """Where the sections of so many heads start, each behind the one before it, and the bytes
+        of all of them."""
+        starts: list[int] = []
         end = 0
         for section in self.sections:
-            offsets.append(align_up(end, section.unit))
-            end = offsets[-1] + section.heads.size * section.states * section.cell_bytes
-        return tuple(offsets)
+            starts.append(align_up(end, section.unit))
+            end = starts[-1] + num_heads * section.states * section.cell_bytes
+        return tuple(starts), end
+
+    @cached_property
+    def section_offsets(self) -> tuple[int, ...]:
+        """Where each section starts in a page in one piece."""
+        return self.end_to_end(self.heads.size)[0]
 
     @cached_property
     def field_offsets(self) -> dict[str, int]:
         """Where each field starts inside a cell: in order, each on its natural alignment."""
-        if len(self.sections) > 1:
-            return {k: at for part in self.sections for k, at in part.field_offsets.items()}
         offsets: dict[str, int] = {}
-        end = 0
+        ends: dict[int, int] = {}
         for field in self.fields:
-            offsets[field.name] = align_up(end, field.dtype.unit)
-            end = offsets[field.name] + field.nbytes
+            offsets[field.name] = align_up(ends.get(field.section, 0), field.dtype.unit)
+            ends[field.section] = offsets[field.name] + field.nbytes
         return offsets
 
     @cached_property
@@ -345,11 +336,10 @@ class LayerSpec:
         last = self.fields[-1]
         return align_up(self.field_offsets[last.name] + last.nbytes, self.unit)
 
-    @cached_property
+    @property
     def payload_bytes(self) -> int:
         """Bytes of one page before alignment: heads × states × cell, section after section."""
-        last = self.sections[-1]
-        return self.section_offsets[-1] + last.heads.size * last.states * last.cell_bytes
+        return self.end_to_end(self.heads.size)[1]
 
     @cached_property
     def page_bytes(self) -> int:

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from kvstow.errors import KvstowError, ModelError
 from kvstow.plan.models import catalogue, model_layers
 from kvstow.plan.models.catalogue import entries
-from kvstow.plan.retention import Full, Window
 from model_facts import LLAMA
 
 JSON = st.recursive(
@@ -20,11 +19,6 @@ JSON = st.recursive(
 KEYS = sorted({key for entry in entries().values() for key in entry["config"]})
 
 
-def test_a_layer_may_have_any_name_and_order_is_the_models() -> None:
-    names = [layer.name for layer in model_layers("llama-3.1-8b").layers]
-    assert names.index("model.layers.2.self_attn") < names.index("model.layers.10.self_attn")
-
-
 @given(st.sampled_from(catalogue()), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3))
 def test_a_real_config_with_damaged_values_gives_layers_or_one_of_our_errors(
     name: str, damage: dict[str, object]
@@ -34,12 +28,6 @@ def test_a_real_config_with_damaged_values_gives_layers_or_one_of_our_errors(
     except KvstowError:
         return
     assert all(layer.page_bytes > 0 for layer in model.layers)
-
-
-def test_full_and_window_layers_of_a_model_keep_the_same_pages() -> None:
-    model = model_layers("gpt-oss-20b")
-    pages = {(layer.retention, layer.page_bytes) for layer in model.layers}
-    assert pages == {(Full(), 32_768), (Window(128), 32_768)}
 
 
 def test_an_unknown_model_type_is_read_as_an_ordinary_decoder_with_a_note() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import NULL_SLABS
 from kvstow.plan.models import model_layers
-from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.pack import packed, union
 from kvstow.plan.retention import Window
 from kvstow.plan.sizing.capacity import (
     bytes_per_token,
@@ -74,15 +74,6 @@ def test_prefill_tokens_in_flight_widen_a_window_for_one_request_at_a_time():
     layout = packed(grouped(layers), num_slabs=100)
     assert request_rows(layout, 4000)[1] == 3
     assert request_rows(layout, 4000, in_flight=32)[1] == 11
-
-
-def test_separate_groups_run_out_on_their_own():
-    layers = [attention("a", tokens=4), attention("w", tokens=4, retention=Window(8))]
-    layout = separate(grouped(layers), num_slabs=10, context_tokens=400)
-    assert layout.sharing == ((0,), (1,))
-    short = max_requests(layout, 4)
-    window_blocks = layout.num_blocks(1) - layout.groups[1].rows_per_slab
-    assert short == window_blocks
 
 
 def test_llama_8b_in_20_gib_is_arithmetic():

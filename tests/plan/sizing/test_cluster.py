@@ -1,25 +1,41 @@
 """Sizing: weights and cache on GPUs, against arithmetic done by hand and published logs."""
 
-from functools import partial
+from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
 from kvstow.errors import PlanError
 from kvstow.plan.sizing.capacity import concurrency, max_requests
-from kvstow.plan.sizing.cluster import GPUS, VOCABULARIES, Engine, Gpu, Load, clusters, sized
+from kvstow.plan.sizing.cluster import GPUS, VOCABULARIES, Engine, Gpu, SizeQuestion, Sizing
 from kvstow.plan.sizing.plan import Deployment, plan_model
-from kvstow.plan.sizing.reports import SizeQuestion, SizeReport, size_report
+from kvstow.plan.sizing.reports import SizeReport, size_report
 from kvstow.plan.sizing.weights import Weights, model_weights
 
 H100 = 81559 << 20
 USABLE = int(H100 * 0.9)
 LLAMA_8B = 16_060_000_000
-USUAL = Load(tokens=8192)
+ALL = Engine(name="none", utilization=1.0)
 LLAMA_ROW = 32 * 2 * 8 * 128 * 2 * 16  # all layers, keys and values of 16 tokens in bfloat16
 
 
+def question(model: str, *, weights=LLAMA_8B, tokens: int = 8192, **others) -> SizeQuestion:
+    """On GPUs of `USABLE` bytes, of which the engine takes none."""
+    if isinstance(weights, int):
+        weights = Weights(nbytes=weights, how="as given")
+    mine = {"tp", "pp", "kv_dtype"} & others.keys()
+    return SizeQuestion(
+        deployment=Deployment(model=model, **{name: others.pop(name) for name in mine}),
+        **{"weights": weights, "tokens": tokens} | {"gpu": Gpu("", USABLE), "engine": ALL} | others,
+    )
+
+
+def sized(model: str = "llama-3.1-8b", **others) -> Sizing:
+    return question(model, **others).sized(USABLE)
+
+
 def test_what_fits_is_the_rest_of_the_memory_in_whole_rows():
-    found = sized(Deployment(model="llama-3.1-8b"), USUAL, usable=USABLE, weights=LLAMA_8B)
+    found = sized()
     slabs = (USABLE - LLAMA_8B) // LLAMA_ROW
     assert found.max_requests == (slabs - 1) // 512  # a slab is a row here, and one is nobody's
     assert found.num_gpus == 1
@@ -27,26 +43,24 @@ def test_what_fits_is_the_rest_of_the_memory_in_whole_rows():
 
 
 def test_tensor_parallel_ranks_split_weights_and_heads_and_replicas_add_up():
-    one = sized(Deployment(model="llama-3.1-8b", tp=8), USUAL, usable=USABLE, weights=LLAMA_8B)
+    one = sized(tp=8)
     assert one.limiting.weights_bytes == LLAMA_8B // 8
     slabs = (USABLE - LLAMA_8B // 8) // (LLAMA_ROW // 8)
     assert one.max_requests == (slabs - 1) // 512
-    three = sized(
-        Deployment(model="llama-3.1-8b", tp=8), USUAL, usable=USABLE, weights=LLAMA_8B, dp=3
-    )
+    three = sized(tp=8, dp=3)
     assert three.max_requests == 3 * one.max_requests
     assert three.num_gpus == 24
 
 
 @pytest.mark.parametrize(("tp", "copies"), [(1, 1), (8, 1), (16, 2), (32, 4)])
 def test_heads_are_repeated_on_ranks_beyond_their_number(tp, copies):
-    found = sized(Deployment(model="llama-3.1-8b", tp=tp), USUAL, usable=USABLE, weights=LLAMA_8B)
+    found = sized(tp=tp)
     assert found.head_copies == copies
     assert found.limiting.request_bytes == 512 * LLAMA_ROW // min(tp, 8)
 
 
 def test_the_stage_with_the_most_layers_limits():
-    found = sized(Deployment(model="llama-3.1-8b", pp=5), USUAL, usable=USABLE, weights=0)
+    found = sized(pp=5, weights=0)
     assert [stage.layers for stage in found.stages] == [6, 6, 7, 7, 6]
     assert found.limiting.rank == 2
     each = [((USABLE // (LLAMA_ROW * n // 32)) - 1) // 512 for n in (6, 6, 7, 7, 6)]
@@ -55,15 +69,13 @@ def test_the_stage_with_the_most_layers_limits():
 
 
 def test_weights_are_split_by_the_layers_of_a_stage():
-    found = sized(
-        Deployment(model="llama-3.1-8b", pp=5), Load(tokens=16), usable=USABLE, weights=3200
-    )
+    found = sized(pp=5, tokens=16, weights=3200)
     assert [stage.weights_bytes for stage in found.stages] == [600, 600, 700, 700, 600]
 
 
 @pytest.mark.parametrize("weights", [USABLE, H100, 10 * H100])
 def test_nothing_fits_beside_weights_that_fill_the_gpu(weights):
-    found = sized(Deployment(model="llama-3.1-8b"), Load(tokens=1), usable=USABLE, weights=weights)
+    found = sized(tokens=1, weights=weights)
     assert found.max_requests == 0
 
 
@@ -72,7 +84,7 @@ def test_nothing_fits_beside_weights_that_fill_the_gpu(weights):
 )
 @pytest.mark.parametrize("requests", [1, 2, 37])
 def test_a_load_fits_into_what_it_needs_and_not_into_a_slab_less(model, requests):
-    need = sized(Deployment(model=model), Load(tokens=5000, requests=requests), weights=0)
+    need = question(model, tokens=5000, requests=requests, weights=0).sized(None)
     one = plan_model(model, num_slabs=2).layout
     num_slabs = need.fullest.cache_bytes // one.slab_bytes
     assert plan_model(model, num_slabs=num_slabs).max_requests(tokens=5000) >= requests
@@ -82,20 +94,14 @@ def test_a_load_fits_into_what_it_needs_and_not_into_a_slab_less(model, requests
 
 def test_the_smallest_cluster_comes_first_and_carries_the_load():
     weights = 141_000_000_000
-    found = clusters(
-        Deployment(model="llama-3.1-70b"),
-        Load(tokens=8192, requests=200),
-        usable=lambda tp: USABLE,
-        weights=weights,
-        kv_dtypes=(None, "fp8"),
-    )
+    asked = question("llama-3.1-70b", weights=weights, requests=200, kv_dtypes=(None, "fp8"))
+    found = asked.clusters()
     assert [each.num_gpus for each in found] == sorted(each.num_gpus for each in found)
     assert all(each.max_requests >= 200 for each in found)
     best = found[0]
     for tp in (1, 2, 4, 8):  # no split with fewer GPUs does it, tried one by one
         for kv_dtype in (None, "fp8"):
-            deployment = Deployment(model="llama-3.1-70b", tp=tp, kv_dtype=kv_dtype)
-            one = sized(deployment, USUAL, usable=USABLE, weights=weights)
+            one = sized("llama-3.1-70b", tp=tp, kv_dtype=kv_dtype, weights=weights)
             dp = (best.num_gpus - 1) // tp
             assert one.max_requests * dp < 200
 
@@ -103,17 +109,10 @@ def test_the_smallest_cluster_comes_first_and_carries_the_load():
 def test_replicas_that_share_their_experts_carry_what_latents_on_every_rank_cannot():
     """DeepSeek-V3 on 8 GPUs: attention on each of them, and an eighth of the experts."""
     weights = model_weights("deepseek-v3")
-    experts = round(weights.nbytes * weights.expert_part)
-    search = partial(
-        clusters,
-        Deployment(model="deepseek-v3"),
-        Load(tokens=8192, requests=400),
-        usable=lambda tp: 120 << 30,
-        weights=weights.nbytes,
-        kv_dtypes=(None,),
-        pps=(1,),
-    )
-    whole, shared = search(), search(experts=experts)
+    experts = weights.nbytes * weights.expert_part
+    asked = question("deepseek-v3", weights=weights, requests=400, pps=(1,), gpu=Gpu("", 120 << 30))
+    none = replace(weights, expert_part=Fraction(0))
+    whole, shared = replace(asked, weights=none).clusters(), asked.clusters()
     assert not any(each.shares_experts for each in whole)
     best = shared[0]
     assert (best.shares_experts, best.deployment.tp, best.dp) == (True, 1, 8)
@@ -130,24 +129,13 @@ def test_a_prefix_that_all_share_is_there_once():
     assert max_requests(layout, 8192, 4096 + 15) == 10
     assert concurrency(layout, 8192, 4096) == 10
     with pytest.raises(PlanError, match=r"8,192 tokens cannot all begin with the same 8,192"):
-        Load(tokens=8192, shared_tokens=8192)
+        question("llama-3.1-8b", shared_tokens=8192)
 
 
 def test_a_window_shares_nothing_that_it_has_left():
     layout = plan_model("gpt-oss-20b", num_slabs=4096).layout
     long, shared = max_requests(layout, 32768), max_requests(layout, 32768, 16384)
     assert long < shared < 2 * long + 1
-
-
-def test_no_cluster_is_found_where_no_split_has_room():
-    found = clusters(
-        Deployment(model="llama-3.1-8b"),
-        Load(tokens=8192, requests=1),
-        usable=lambda tp: 1 << 20,
-        weights=LLAMA_8B,
-        kv_dtypes=(None,),
-    )
-    assert found == ()
 
 
 def test_a_gpu_is_a_name_or_a_size():
@@ -178,8 +166,7 @@ def test_gpus_are_called_as_people_call_them(text, name):
 
 
 def test_concurrency_has_the_decimals_that_requests_do_not():
-    deployment = Deployment(model="llama-3.1-8b")
-    found = sized(deployment, USUAL, usable=USABLE, weights=LLAMA_8B)
+    found = sized()
     slabs = (USABLE - LLAMA_8B) // LLAMA_ROW - 1
     assert found.concurrency == slabs / 512
     assert found.max_requests == int(found.concurrency)
@@ -211,14 +198,14 @@ LOGS = [
 
 
 def report(model: str, dtype: str | None, gpu: str, engine: Engine, tp: int) -> SizeReport:
-    question = SizeQuestion(
+    asked = SizeQuestion(
         deployment=Deployment(model=model, tp=tp),
         weights=model_weights(model, dtype),
-        load=Load(tokens=1024),
+        tokens=1024,
         gpu=Gpu.parse(gpu),
         engine=engine,
     )
-    return size_report(question)
+    return size_report(asked)
 
 
 @pytest.mark.parametrize(("model", "dtype", "gpu", "engine", "tp", "logged"), LOGS)
@@ -231,15 +218,14 @@ def test_the_cache_of_published_logs_is_within_the_range(model, dtype, gpu, engi
 
 def test_tokens_and_concurrency_are_those_of_the_log():
     """https://github.com/vllm-project/vllm/issues/21348: 8.11 GiB are 178,880 tokens."""
-    known = Engine(name="none", utilization=1.0)
-    question = SizeQuestion(
+    asked = SizeQuestion(
         deployment=Deployment(model="qwen3-235b-a22b", tp=4),
         weights=Weights(nbytes=0, how="as given"),
-        load=Load(tokens=1024),
+        tokens=1024,
         gpu=Gpu("8.11GiB", int(8.11 * GIB)),
-        engine=known,
+        engine=ALL,
     )
-    found = size_report(question)
+    found = size_report(asked)
     kv_tokens, concurrency = found.figures["kv_tokens"][0], found.figures["concurrency"][0]
     assert kv_tokens == pytest.approx(178_880, rel=0.02)
     assert concurrency == pytest.approx(kv_tokens / 1024, abs=0.01)
@@ -248,7 +234,7 @@ def test_tokens_and_concurrency_are_those_of_the_log():
 def test_what_is_said_of_the_engine_is_taken_and_what_it_cannot_be_is_refused():
     found = report("llama-3-8b", None, "h100", Engine(reserve=3 * GIB), 1)
     assert len(set(found.figures["cache_bytes"])) == 1
-    bare = report("llama-3-8b", None, "h100", Engine(name="none", utilization=1.0), 1)
+    bare = report("llama-3-8b", None, "h100", ALL, 1)
     assert bare.figures["cache_bytes"][0] == (81559 << 20) - bare.question.weights.nbytes
     for wrong in ({"utilization": 1.5}, {"name": "vlm"}, {"max_batched_tokens": 0}):
         with pytest.raises(PlanError):

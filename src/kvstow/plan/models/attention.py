@@ -289,7 +289,7 @@ def retentions(config: Config, total: int) -> list[Retention]:
         return [_retention(config, kind) for kind in types]
     if config.model_type in ("llama4_text", "llama4"):
         return _chunked(config, total)
-    used = config.flag("use_sliding_window", default=True)
+    used = config.flag("use_sliding_window", default=config.model_type not in _OFF)
     if not used or "sliding_window" not in config:
         return [Full()] * total
     rule = _RULES.get(config.model_type)
@@ -359,14 +359,6 @@ def _without_rope(config: Config, total: int) -> list[bool]:
     return [not has_rope for has_rope in _rotary(config, total)]
 
 
-def _where_used(rule: Rule) -> Rule:
-    """Qwen's files name a window that only `use_sliding_window` switches on."""
-    off = _each(lambda i: False)
-    return lambda config, total: (
-        rule if config.flag("use_sliding_window", default=False) else off
-    )(config, total)
-
-
 def _rotary(config: Config, total: int) -> list[bool]:
     """For each layer whether it has rotary positions."""
     if not config.facts.get("no_rope_layers"):
@@ -388,31 +380,33 @@ def _chunked(config: Config, total: int) -> list[Retention]:
     return [chunk if has_rope else Full() for has_rope in _rotary(config, total)]
 
 
-def _families(rule: Rule, *names: str) -> dict[str, Rule]:
-    return dict.fromkeys(names, rule)
-
+_all_limited = _each(lambda i: True)
 
 _RULES: dict[str, Rule] = {
-    **_families(
-        _each(lambda i: True),
-        *("ministral", "ministral3", "mistral", "mixtral", "phi3", "phi4_multimodal", "phimoe"),
-        "starcoder2",
-    ),
-    **_families(_each(lambda i: i % 4 != 0), "cwm", "granite_swa", "granitemoe_swa"),
-    **_families(_every(2), "gemma2", "gpt_oss", "vaultgemma"),
-    **_families(_every(4, *_PATTERN), "cohere2", "exaone4", "exaone_moe"),
-    **_families(_every(4), "olmo3"),
-    **_families(_every(4, "global_attn_every_n_layers"), "afmoe"),
-    **_families(_every(5), "gemma3n_text"),
-    **_families(_every(6, *_PATTERN), "gemma3", "gemma3_text"),
-    **_families(_every(6), "gemma4_text"),
-    **_families(_from_layer(62), "dots1"),
-    **_families(_where_used(_from_layer(28)), "qwen2", "qwen3", "qwen2_5_omni_text"),
-    **_families(
-        _where_used(_from_layer(80)),
-        *("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
-    ),
-    **_families(_where_used(_each(lambda i: True)), "qwen3_moe"),
-    **_families(_where_used(_even_before_layer), "qwen2_moe"),
-    **_families(_where_used(_without_rope), "smollm3"),
+    name: rule
+    for names, rule in {
+        "ministral ministral3 mistral mixtral phi3 phi4_multimodal phimoe": _all_limited,
+        "qwen3_moe starcoder2": _all_limited,
+        "cwm granite_swa granitemoe_swa": _each(lambda i: i % 4 != 0),
+        "gemma2 gpt_oss vaultgemma": _every(2),
+        "cohere2 exaone4 exaone_moe": _every(4, *_PATTERN),
+        "olmo3": _every(4),
+        "afmoe": _every(4, "global_attn_every_n_layers"),
+        "gemma3n_text": _every(5),
+        "gemma3 gemma3_text": _every(6, *_PATTERN),
+        "gemma4_text": _every(6),
+        "dots1": _from_layer(62),
+        "qwen2 qwen3 qwen2_5_omni_text": _from_layer(28),
+        "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text": _from_layer(80),
+        "qwen2_moe": _even_before_layer,
+        "smollm3": _without_rope,
+    }.items()
+    for name in names.split()
 }
+"""By `model_type`."""
+
+_OFF = frozenset(
+    "qwen2 qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text qwen3 "
+    "qwen3_moe smollm3".split()
+)
+"""Families whose files name a window that only `use_sliding_window` switches on."""

@@ -19,12 +19,11 @@ expert parallelism, replicas of everything but the experts, which all of them sh
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, product
 from math import ceil
 from typing import Literal, get_args
@@ -35,36 +34,19 @@ from kvstow.plan.models.config import Config
 from kvstow.plan.retention import State
 from kvstow.plan.sizing.capacity import concurrency, max_requests, request_bytes, slabs_needed
 from kvstow.plan.sizing.plan import Deployment, RankLayers
+from kvstow.plan.sizing.weights import Weights
 from kvstow.plan.view import align_up, ceil_div, check_count, parse_size
 
-GPUS: dict[str, int] = {
-    name: mebibytes << 20
-    for name, mebibytes in (
-        ("a10", 23028),
-        ("a100-40", 40960),
-        ("a100-80", 81920),
-        ("a30", 24576),
-        ("a6000", 49140),
-        ("b200", 183359),
-        ("b300", 275040),
-        ("gb200", 189471),
-        ("gb300", 284208),
-        ("gh200", 97871),
-        ("h100", 81559),
-        ("h20", 97871),
-        ("h200", 143771),
-        ("l4", 23034),
-        ("l40s", 46068),
-        ("mi300x", 196592),
-        ("mi325x", 262128),
-        ("mi355x", 294896),
-        ("rtx-3090", 24576),
-        ("rtx-4090", 24564),
-        ("rtx-5090", 32607),
-        ("rtx-pro-6000", 97887),
-        ("t4", 15360),
-    )
+# fmt: off
+_MEBIBYTES = {
+    "a10": 23028, "a100-40": 40960, "a100-80": 81920, "a30": 24576, "a6000": 49140,
+    "b200": 183359, "b300": 275040, "gb200": 189471, "gb300": 284208, "gh200": 97871,
+    "h100": 81559, "h20": 97871, "h200": 143771, "l4": 23034, "l40s": 46068, "mi300x": 196592,
+    "mi325x": 262128, "mi355x": 294896, "rtx-3090": 24576, "rtx-4090": 24564, "rtx-5090": 32607,
+    "rtx-pro-6000": 97887, "t4": 15360,
 }
+# fmt: on
+GPUS = {name: size << 20 for name, size in _MEBIBYTES.items()}
 """Bytes of memory, about as the driver's own tool reports them.
 
 Compared with reports of nvidia-smi: a10, a100-40, a100-80, h100, l4, l40s, t4 (modal-labs/
@@ -207,9 +189,6 @@ class Engine:
         }
 
 
-VLLM = Engine()
-
-
 def _vocabulary(config: Config) -> int:
     usual = VOCABULARIES.get(config.model_type, USUAL_VOCABULARY)
     return config.count("vocab_size", default=usual)
@@ -238,25 +217,6 @@ PP = (1, 2, 4, 8)
 
 EXPERT_DP = (2, 4, 8, 16, 32, 64)
 """Replicas that are tried with experts shared out among them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Requests of so many tokens, of which all have the first `shared_tokens` in common.
-
-    Without `requests`, as many as fit.
-    """
-
-    tokens: int
-    shared_tokens: int = 0
-    requests: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.shared_tokens < self.tokens:
-            raise PlanError(
-                f"requests of {self.tokens:,} tokens cannot all begin with the same "
-                f"{self.shared_tokens:,}\n\nhint: share fewer tokens than a request has"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,57 +274,146 @@ class Sizing:
         return self.dp * self.limiting.requests
 
 
-def sized(
-    deployment: Deployment,
-    load: Load,
-    *,
-    weights: int,
-    experts: int = 0,
-    usable: int | None = None,
-    dp: int = 1,
-) -> Sizing:
-    """How many requests fit into `usable` bytes per GPU beside all the weights; without it, what
-    every stage needs for the load.
+@dataclass(frozen=True, kw_only=True)
+class SizeQuestion:
+    """A model with its weights, the requests to serve, as many as fit without `requests`, and what
+    serves them.
 
-    `experts` are the bytes of the weights that are shared out among all replicas. A rank whose
-    weights do not fit, or leave no room for two slabs, holds 0 requests. Raises ModelError for a
-    model that cannot be split so.
+    All requests begin with the same `shared_tokens`; `output_tokens` are generated, so that on
+    average a request holds half of them.
     """
-    held = replace(deployment, memory=None, num_slabs=2).stages()
-    stages: list[PipelineStage] = []
-    whole, shared = load.tokens, load.shared_tokens
-    for each in held:
-        part = Fraction(each.model.stage_layers, each.model.total_layers * deployment.tp)
-        share = ceil((weights - experts + Fraction(experts, dp)) * part)
-        layout = _needed(each, load, dp) if usable is None else _in_memory(each, usable - share)
-        rows = layout or each.layout()
-        stages.append(
-            PipelineStage(
-                rank=each.rank,
-                layers=each.model.stage_layers,
-                weights_bytes=share,
-                cache_bytes=rows.nbytes if usable is None else usable - share,
-                request_bytes=request_bytes(rows, whole),
-                requests=0 if layout is None else max_requests(layout, whole, shared),
-                concurrency=0.0 if layout is None else concurrency(layout, whole, shared),
+
+    deployment: Deployment
+    weights: Weights
+    tokens: int
+    output_tokens: int = 0
+    shared_tokens: int = 0
+    requests: int | None = None
+    gpu: Gpu | None = None
+    engine: Engine = field(default_factory=Engine)
+    kv_dtypes: tuple[str | None, ...] = (None,)
+    dp: int | None = None
+    tps: tuple[int, ...] = TP
+    pps: tuple[int, ...] = PP
+    requests_per_hour: int | None = None
+    store_hours: int = 24
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shared_tokens < self.tokens:
+            raise PlanError(
+                f"requests of {self.tokens:,} tokens cannot all begin with the same "
+                f"{self.shared_tokens:,}\n\nhint: share fewer tokens than a request has"
             )
+        if not 0 <= self.output_tokens < self.tokens:
+            raise PlanError(
+                f"{self.output_tokens:,} of {self.tokens:,} tokens cannot be generated"
+                "\n\nhint: --tokens counts prompt and output together"
+            )
+
+    @cached_property
+    def config(self) -> Config:
+        return self.deployment.facts()
+
+    @property
+    def loaded_bytes(self) -> int:
+        """All weights, as the engine keeps them."""
+        return self.engine.loaded(self.config, self.weights.nbytes)
+
+    @property
+    def mean_tokens(self) -> int:
+        """Of a request that has generated half of its output."""
+        return max(self.tokens - self.output_tokens // 2, 1)
+
+    def overhead(self, tp: int) -> dict[str, Range]:
+        """What the engine takes beside weights and cache, by term; nothing without a GPU."""
+        gpu = self.gpu
+        if gpu is None:
+            return {}
+        return self.engine.overhead(self.config, tp=tp, gpu=gpu.name, gpu_bytes=gpu.nbytes)
+
+    def usable(self, tp: int) -> Range:
+        """What a GPU has for weights and cache: at least, and at most."""
+        share = self.engine.share(0 if self.gpu is None else self.gpu.nbytes)
+        terms = self.overhead(tp).values()
+        return share - sum(high for _, high in terms), share - sum(low for low, _ in terms)
+
+    def sized(
+        self,
+        usable: int | None,
+        *,
+        tokens: int | None = None,
+        dp: int | None = None,
+        shares_experts: bool = False,
+    ) -> Sizing:
+        """How many requests of so many `tokens` fit into `usable` bytes per GPU beside all the
+        weights; without it, what every stage needs for the requests.
+
+        A rank whose weights do not fit, or leave no room for two slabs, holds 0 requests. Raises
+        ModelError for a model that cannot be split so.
+        """
+        tokens, dp = tokens or self.tokens, dp or self.dp or 1
+        weights = Fraction(self.loaded_bytes)
+        if shares_experts:
+            weights -= weights * self.weights.expert_part * Fraction(dp - 1, dp)
+        held = replace(self.deployment, memory=None, num_slabs=2).stages()
+        stages: list[PipelineStage] = []
+        for each in held:
+            split = each.model.total_layers * self.deployment.tp
+            share = ceil(weights * Fraction(each.model.stage_layers, split))
+            layout = self._needed(each, dp) if usable is None else _in_memory(each, usable - share)
+            fit = (0, 0.0)
+            if layout is not None:
+                load = layout, tokens, self.shared_tokens
+                fit = max_requests(*load), concurrency(*load)
+            rows = layout or each.layout()
+            stages.append(
+                PipelineStage(
+                    rank=each.rank,
+                    layers=each.model.stage_layers,
+                    weights_bytes=share,
+                    cache_bytes=rows.nbytes if usable is None else usable - share,
+                    request_bytes=request_bytes(rows, tokens),
+                    requests=fit[0],
+                    concurrency=fit[1],
+                )
+            )
+        return Sizing(
+            deployment=self.deployment,
+            kv_dtype=held[0].kv_dtype,
+            dp=dp,
+            shares_experts=shares_experts,
+            stages=tuple(stages),
+            head_copies=_head_copies(held[0]),
         )
-    return Sizing(
-        deployment=deployment,
-        kv_dtype=held[0].kv_dtype,
-        dp=dp,
-        shares_experts=experts > 0,
-        stages=tuple(stages),
-        head_copies=_head_copies(held[0]),
-    )
 
+    def _needed(self, held: RankLayers, dp: int) -> Layout:
+        """The smallest layout for a replica's part of the requests."""
+        # Rows per slab do not depend on the number of slabs.
+        requests = ceil_div(self.requests or 1, dp)
+        count = slabs_needed(held.layout(), requests, self.tokens, self.shared_tokens)
+        return held.changed(num_slabs=count + NULL_SLABS).layout()
 
-def _needed(held: RankLayers, load: Load, dp: int) -> Layout:
-    """The smallest layout for a replica's part of a load."""
-    # Rows per slab do not depend on the number of slabs.
-    requests = ceil_div(load.requests or 1, dp)
-    count = slabs_needed(held.layout(), requests, load.tokens, load.shared_tokens) + NULL_SLABS
-    return held.changed(num_slabs=count).layout()
+    def clusters(self) -> tuple[Sizing, ...]:
+        """Every tp × pp × kv dtype that carries the requests for certain, with as many replicas as
+        they need, and without stages the same with experts shared out among the replicas.
+
+        The fewest GPUs come first; of equally many, the fewest stages, then the earliest kv
+        dtype, then the fewest replicas. Empty where no split has room for one request.
+        """
+        ranked: list[tuple[tuple[int, ...], Sizing]] = []
+        requests = self.requests or 1
+        for tp, pp, (place, kv_dtype) in product(self.tps, self.pps, enumerate(self.kv_dtypes)):
+            with suppress(KvstowError):
+                deployment = replace(self.deployment, tp=tp, pp=pp, kv_dtype=kv_dtype)
+                size = partial(replace(self, deployment=deployment).sized, self.usable(tp)[0])
+                one = size(dp=1)
+                enough = [replace(one, dp=ceil_div(requests, one.max_requests or 1))]
+                if self.weights.expert_part and pp == 1:
+                    shared = (size(dp=dp, shares_experts=True) for dp in EXPERT_DP)
+                    enough += islice((x for x in shared if x.max_requests >= requests), 1)
+                ranked += [((x.num_gpus, pp, place, x.dp), x) for x in enough if x.max_requests]
+        by_size = [each for _, each in sorted(ranked, key=lambda pair: pair[0])]
+        return tuple(each for each in by_size if self.dp is None or each.dp <= self.dp)
 
 
 def _in_memory(held: RankLayers, nbytes: int) -> Layout | None:
@@ -381,38 +430,3 @@ def _head_copies(held: RankLayers) -> int:
     tp = held.deployment.tp
     attention = (each for each in held.model.layers if not isinstance(each.retention, State))
     return max((each.heads.size * tp // each.heads.total for each in attention), default=1)
-
-
-# ── the smallest cluster ──────────────────────────────────────────────────────────────
-
-
-def clusters(
-    deployment: Deployment,
-    load: Load,
-    *,
-    usable: Callable[[int], int],
-    weights: int,
-    experts: int = 0,
-    kv_dtypes: Sequence[str | None],
-    tps: Iterable[int] = TP,
-    pps: Iterable[int] = PP,
-) -> tuple[Sizing, ...]:
-    """Every tp × pp × kv dtype that can be, with as many replicas as the load needs, and without
-    stages the same with `experts` shared out among the replicas.
-
-    `usable` are the bytes of a GPU for weights and cache, by `tp`.
-    The fewest GPUs come first; of equally many, the fewest stages, then the earliest kv
-    dtype, then the fewest replicas. Empty where no split has room for one request.
-    """
-    ranked: list[tuple[tuple[int, ...], Sizing]] = []
-    for tp, pp, (place, kv_dtype) in product(tps, pps, enumerate(kv_dtypes)):
-        split = replace(deployment, tp=tp, pp=pp, kv_dtype=kv_dtype)
-        with suppress(KvstowError):
-            size = partial(sized, split, load, usable=usable(tp), weights=weights)
-            one, requests = size(), load.requests or 1
-            enough = [replace(one, dp=ceil_div(requests, one.max_requests or 1))]
-            if experts and pp == 1:
-                shared = (size(experts=experts, dp=dp) for dp in EXPERT_DP)
-                enough += islice((x for x in shared if x.max_requests >= requests), 1)
-            ranked += [((x.num_gpus, pp, place, x.dp), x) for x in enough if x.max_requests]
-    return tuple(each for _, each in sorted(ranked, key=lambda pair: pair[0]))

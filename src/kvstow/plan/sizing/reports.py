@@ -10,16 +10,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from functools import cached_property
 from textwrap import fill
 from typing import Any, Literal
 
-from kvstow.errors import PlanError
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.models.catalogue import entries, published, source_of
-from kvstow.plan.models.config import Config
 from kvstow.plan.models.serving import element, quantised_cache
 from kvstow.plan.retention import short_name
 from kvstow.plan.sizing.capacity import (
@@ -30,20 +27,8 @@ from kvstow.plan.sizing.capacity import (
     request_bytes,
     stored_bytes,
 )
-from kvstow.plan.sizing.cluster import (
-    PP,
-    TP,
-    VLLM,
-    Engine,
-    Gpu,
-    Load,
-    Range,
-    Sizing,
-    clusters,
-    sized,
-)
+from kvstow.plan.sizing.cluster import Gpu, SizeQuestion, Sizing
 from kvstow.plan.sizing.plan import Deployment, Plan
-from kvstow.plan.sizing.weights import Weights
 from kvstow.text import human, plural, table
 
 LENGTHS = (1024, 8192, 32768, 131072)
@@ -216,89 +201,29 @@ EXPERTS_SHARED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeQuestion:
-    """A model with its weights, a load, and what serves it.
+class SizeReport:
+    """An answer in a sentence, its figures by their keys in JSON, and further text."""
 
-    Of the load's tokens, `output_tokens` are generated: on average requests hold half of them.
-    """
-
-    deployment: Deployment
-    weights: Weights
-    load: Load
-    output_tokens: int = 0
-    gpu: Gpu | None = None
-    engine: Engine = VLLM
-    kv_dtypes: tuple[str | None, ...] = (None,)
-    dp: int | None = None
-    tps: tuple[int, ...] = TP
-    pps: tuple[int, ...] = PP
-    requests_per_hour: int | None = None
-    store_hours: int = 24
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.output_tokens < self.load.tokens:
-            raise PlanError(
-                f"{self.output_tokens:,} of {self.load.tokens:,} tokens cannot be generated"
-                "\n\nhint: --tokens counts prompt and output together"
-            )
-
-    @cached_property
-    def config(self) -> Config:
-        return self.deployment.facts()
+    question: SizeQuestion
+    kind: Literal["fit", "memory", "cluster", "store"]
+    answer: str
+    fits: bool = True
+    figures: dict[str, Any]
+    parts: tuple[str, ...] = ()
+    command: str | None = None
 
     @property
-    def loaded_bytes(self) -> int:
-        """All weights, as the engine keeps them."""
-        return self.engine.loaded(self.config, self.weights.nbytes)
-
-    def overhead(self, tp: int) -> dict[str, Range]:
-        """What the engine takes beside weights and cache, by term; nothing without a GPU."""
-        gpu = self.gpu
-        if gpu is None:
-            return {}
-        return self.engine.overhead(self.config, tp=tp, gpu=gpu.name, gpu_bytes=gpu.nbytes)
-
-    def usable(self, tp: int) -> Range:
-        """What a GPU has for weights and cache: at least, and at most."""
-        share = self.engine.share(0 if self.gpu is None else self.gpu.nbytes)
-        terms = self.overhead(tp).values()
-        return share - sum(high for _, high in terms), share - sum(low for low, _ in terms)
-
-    def sized(self, usable: int | None, load: Load | None = None) -> Sizing:
-        """The deployment as it was asked for, in that memory of each GPU."""
-        return sized(
-            self.deployment,
-            load or self.load,
-            weights=self.loaded_bytes,
-            usable=usable,
-            dp=self.dp or 1,
-        )
-
-    def clusters(self) -> tuple[Sizing, ...]:
-        """The splits that carry the load for certain, fewest GPUs first."""
-        splits = clusters(
-            self.deployment,
-            self.load,
-            usable=lambda tp: self.usable(tp)[0],
-            weights=self.loaded_bytes,
-            experts=round(self.loaded_bytes * self.weights.expert_part),
-            kv_dtypes=self.kv_dtypes,
-            tps=self.tps,
-            pps=self.pps,
-        )
-        return tuple(each for each in splits if self.dp is None or each.dp <= self.dp)
-
-    @cached_property
     def notes(self) -> tuple[str, ...]:
         """What was assumed, and what the answer leaves out."""
-        notes, tokens = self.deployment.on_rank(0).model.notes, self.load.tokens
-        context = published(self.config.name).get("context")
-        if context is not None and tokens > context:
+        question = self.question
+        notes, name = question.deployment.on_rank(0).model.notes, question.config.name
+        context = published(name).get("context")
+        if context is not None and question.tokens > context:
             notes += (
-                f"{self.config.name} is published for {context:,} tokens at most; counted with "
-                f"{tokens:,}",
+                f"{name} is published for {context:,} tokens at most; counted with "
+                f"{question.tokens:,}",
             )
-        if self.gpu is not None and self.load.requests is None and "kv_lora_rank" in self.config:
+        if self.kind == "fit" and "kv_lora_rank" in question.config:
             notes += (
                 "latents are whole on every tensor-parallel rank; data-parallel attention with "
                 "expert parallelism, the usual way to serve such a model, is searched with "
@@ -307,110 +232,33 @@ class SizeQuestion:
         return notes
 
     def as_json(self) -> dict[str, Any]:
-        gpu, engine = self.gpu, self.engine
-        return {
-            "model": self.config.name,
-            "tokens": self.load.tokens,
-            "output_tokens": self.output_tokens,
-            "shared_tokens": self.load.shared_tokens,
-            "requests": self.load.requests,
+        question, gpu = self.question, self.question.gpu
+        document = {
+            "question": self.kind,
+            "answer": self.answer,
+            "fits": self.fits,
+            "model": question.config.name,
+            "tokens": question.tokens,
+            "output_tokens": question.output_tokens,
+            "shared_tokens": question.shared_tokens,
+            "requests": question.requests,
             "gpu": None if gpu is None else {"name": gpu.name, "bytes": gpu.nbytes},
-            "engine": engine.name,
-            "utilization": engine.utilization,
+            "engine": question.engine.name,
+            "utilization": question.engine.utilization,
             "weights": {
-                "bytes": self.weights.nbytes,
-                "loaded_bytes": self.loaded_bytes,
-                "how": self.weights.how,
+                "bytes": question.weights.nbytes,
+                "loaded_bytes": question.loaded_bytes,
+                "how": question.weights.how,
             },
             "notes": list(self.notes),
         }
-
-    # ── words ─────────────────────────────────────────────────────────────────────
-
-    def requests_of(self, requests: int) -> str:
-        """`200 requests of 8,192 tokens`."""
-        shared = self.load.shared_tokens
-        prefix = f" that share the first {shared:,}" if shared else ""
-        return f"{plural(requests, 'request')} of {self.load.tokens:,} tokens{prefix}"
-
-    def gpus(self, sizing: Sizing) -> str:
-        """`8 × h100 (tp 4, dp 2, bfloat16 cache)`."""
-        split, gpu = sizing.deployment, "GPU" if self.gpu is None else self.gpu.name
-        sizes = [("tp", split.tp), ("pp", split.pp), ("dp", sizing.dp)]
-        parts = [f"{name} {number}" for name, number in sizes if number > 1 or name == "tp"]
-        parts += ["experts shared"] if sizing.shares_experts else []
-        return f"{sizing.num_gpus:,} × {gpu} ({', '.join((*parts, f'{sizing.kv_dtype} cache'))})"
-
-    def narrower_cache(self) -> str:
-        """What to say where the checkpoint has a narrower cache than the one that is planned."""
-        named = quantised_cache(self.config) if self.deployment.kv_dtype is None else ""
-        if not named:
-            return ""
-        return f" The checkpoint names a quantised cache ({named}): --kv-dtype fp8 halves it."
-
-    def basis(self) -> str:
-        """What the answer rests on."""
-        texts = [f"note: {each}" for each in self.notes]
-        if self.requests_per_hour is None:
-            padded = f" Padded for the kernels, they take {human(self.loaded_bytes)}."
-            texts.insert(
-                0,
-                f"weights: {human(self.weights.nbytes)}, {self.weights.how}, in equal parts for "
-                "layers and ranks: an estimate."
-                + (padded if self.loaded_bytes > self.weights.nbytes else ""),
-            )
-        return "\n".join(map(_wrapped, texts))
-
-    def command(self, sizing: Sizing) -> str:
-        """The vLLM command that serves it so."""
-        split, engine = sizing.deployment, self.engine
-        options: dict[str, object] = {
-            "tensor-parallel-size": split.tp if split.tp > 1 else None,
-            "pipeline-parallel-size": split.pp if split.pp > 1 else None,
-            "data-parallel-size": sizing.dp if sizing.dp > 1 else None,
-            "enable-expert-parallel": "" if sizing.shares_experts else None,
-            "max-model-len": self.load.tokens,
-            "gpu-memory-utilization": engine.utilization,
-            "kv-cache-dtype": split.kv_dtype and _vllm_dtype(split.kv_dtype),
-            "quantization": "fp8" if self.weights.dtype == "fp8" else None,
-            "block-size": split.block_tokens,
-            "max-num-batched-tokens": engine.max_batched_tokens,
-            "max-num-seqs": engine.max_num_seqs,
-        }
-        words = [f"--{name} {value}" for name, value in options.items() if value is not None]
-        return " \\\n    ".join((f"vllm serve {self._repository()}", *map(str.rstrip, words)))
-
-    def _repository(self) -> str:
-        """Where the model is: its own path, or the repository that the catalogue names."""
-        model = self.deployment.model
-        name = model if isinstance(model, str) else self.config.name
-        repository = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", source_of(self.config.name))
-        if repository is None or "/" in name:
-            return name
-        is_other = name.lower().endswith("-fp8") and not repository[1].lower().endswith("-fp8")
-        return repository[1] + ("-FP8" if is_other else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeReport:
-    """An answer in a sentence, its figures by their keys in JSON, and further text."""
-
-    question: SizeQuestion
-    kind: Literal["fit", "memory", "cluster", "store"]
-    answer: str
-    fits: bool
-    figures: dict[str, Any]
-    parts: tuple[str, ...]
-    command: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        document = {"question": self.kind, "answer": self.answer, "fits": self.fits}
-        command = {} if self.command is None else {"command": self.command}
-        return document | self.question.as_json() | self.figures | command
+        return document | self.figures | ({} if self.command is None else {"command": self.command})
 
     def __str__(self) -> str:
-        parts = (_wrapped(self.answer), *self.parts, self.question.basis(), self.command)
-        return "\n\n".join(filter(None, parts))
+        notes = (_wrapped(f"note: {each}") for each in self.notes)
+        weights = [] if self.kind == "store" else [_weights(self.question)]
+        basis = "\n".join((*weights, *notes))
+        return "\n\n".join(filter(None, (_wrapped(self.answer), *self.parts, basis, self.command)))
 
 
 def size_report(question: SizeQuestion) -> SizeReport:
@@ -419,29 +267,29 @@ def size_report(question: SizeQuestion) -> SizeReport:
         return _store(question, question.requests_per_hour)
     if question.gpu is None:
         return _memory(question)
-    return _fit(question, question.gpu) if question.load.requests is None else _cluster(question)
+    return _fit(question, question.gpu) if question.requests is None else _cluster(question)
 
 
 def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
     """How many requests fit on GPUs: for certain, and at most."""
-    load, (least, most) = question.load, question.usable(question.deployment.tp)
-    mean = replace(load, tokens=max(load.tokens - question.output_tokens // 2, 1))
-    low, high = question.sized(least), question.sized(most, mean)
+    least, most = question.usable(question.deployment.tp)
+    mean = question.mean_tokens
+    low, high = question.sized(least), question.sized(most, tokens=mean)
     concurrency = round(low.concurrency, 2), round(high.concurrency, 2)
-    kv_tokens = int(low.concurrency * load.tokens), int(high.concurrency * mean.tokens)
+    kv_tokens = int(low.concurrency * question.tokens), int(high.concurrency * mean)
     caches = low.limiting.cache_bytes, high.limiting.cache_bytes
     parts = [_stages(low), _terms(question, gpu, low, high), *_repeated(low)]
     if low.max_requests:
         counts = (
             f"KV cache: {_span(*(f'{n:,}' for n in kv_tokens))} tokens\n"
-            f"concurrency for {load.tokens:,} tokens per request: "
+            f"concurrency for {question.tokens:,} tokens per request: "
             f"{_span(*(f'{n:.2f}x' for n in concurrency))}"
         )
         parts.insert(0, counts)
     return SizeReport(
         question=question,
         kind="fit",
-        answer=_fitting(question, low, high) + question.narrower_cache(),
+        answer=_fitting(question, low, high) + _narrower_cache(question),
         fits=low.max_requests > 0,
         figures={
             **_split(low),
@@ -454,24 +302,24 @@ def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
             "ranks": _ranks(low),
         },
         parts=tuple(parts),
-        command=question.command(low),
+        command=_command(question, low),
     )
 
 
 def _fitting(question: SizeQuestion, low: Sizing, high: Sizing) -> str:
     """That so many requests fit, or why not one does."""
-    gpus, limiting = question.gpus(low), low.limiting
+    gpus, limiting = _gpus(question, low), low.limiting
     if low.max_requests:
         limit = f"; rank {limiting.rank} is the limit" if low.deployment.pp > 1 else ""
         most = "" if high.max_requests == low.max_requests else f", at most {high.max_requests:,},"
         verb = "fits" if low.max_requests == 1 and not most else "fit"
-        return f"{question.requests_of(low.max_requests)}{most} {verb} at once on {gpus}{limit}."
+        return f"{_requests(question, low.max_requests)}{most} {verb} at once on {gpus}{limit}."
     cache, most = limiting.cache_bytes, high.limiting.cache_bytes
     left = human(cache) if cache > 0 else f"at most {human(most)}" if most > 0 else "nothing"
-    others = replace(question, load=replace(question.load, requests=1), dp=None).clusters()
-    hint = f" {question.gpus(others[0])} would do." if others else ""
+    others = replace(question, requests=1, dp=None).clusters()
+    hint = f" {_gpus(question, others[0])} would do." if others else ""
     return (
-        f"not one request of {question.load.tokens:,} tokens fits for certain on {gpus}: on rank "
+        f"not one request of {question.tokens:,} tokens fits for certain on {gpus}: on rank "
         f"{limiting.rank} {human(limiting.weights_bytes)} of weights leave {left} for the cache."
         f"{hint}"
     )
@@ -497,11 +345,11 @@ def _terms(question: SizeQuestion, gpu: Gpu, low: Sizing, high: Sizing) -> str:
 def _memory(question: SizeQuestion) -> SizeReport:
     """How much memory a load needs on every rank."""
     need = question.sized(None)
-    requests, most = question.load.requests or 1, need.fullest
+    requests, most = question.requests or 1, need.fullest
     nbytes = most.weights_bytes + most.cache_bytes
     gpus = f"on each of {need.num_gpus} GPUs" if need.num_gpus > 1 else "on one GPU"
     answer = (
-        f"{question.requests_of(requests)} at once {'needs' if requests == 1 else 'need'} "
+        f"{_requests(question, requests)} at once {'needs' if requests == 1 else 'need'} "
         f"{human(nbytes)} {gpus}: {human(most.cache_bytes)} of cache and "
         f"{human(most.weights_bytes)} of weights, beside what the engine takes; --gpu NAME counts "
         "that too."
@@ -510,8 +358,7 @@ def _memory(question: SizeQuestion) -> SizeReport:
     return SizeReport(
         question=question,
         kind="memory",
-        answer=answer + question.narrower_cache(),
-        fits=True,
+        answer=answer + _narrower_cache(question),
         figures={
             "requests": requests,
             "tp": split.tp,
@@ -527,7 +374,7 @@ def _memory(question: SizeQuestion) -> SizeReport:
 
 def _cluster(question: SizeQuestion) -> SizeReport:
     """The splits that carry a load, fewest GPUs first."""
-    splits, load = question.clusters(), question.requests_of(question.load.requests or 1)
+    splits, load = question.clusters(), _requests(question, question.requests or 1)
     figures: dict[str, Any] = {"clusters": [_split(each) for each in splits]}
     if not splits:
         name = "GPU" if question.gpu is None else question.gpu.name
@@ -537,11 +384,10 @@ def _cluster(question: SizeQuestion) -> SizeReport:
             answer=f"no split that was tried has room on {name} for {load}.",
             fits=False,
             figures=figures,
-            parts=(),
         )
     best = splits[0]
     answer = (
-        f"{question.gpus(best)} {'is' if best.num_gpus == 1 else 'are'} the fewest for {load} "
+        f"{_gpus(question, best)} {'is' if best.num_gpus == 1 else 'are'} the fewest for {load} "
         f"at once; {best.max_requests:,} would fit."
     )
     columns = ("kv dtype", "GPUs", "tp", "pp", "dp", "weights", "cache", "requests")
@@ -563,8 +409,7 @@ def _cluster(question: SizeQuestion) -> SizeReport:
     return SizeReport(
         question=question,
         kind="cluster",
-        answer=answer + question.narrower_cache(),
-        fits=True,
+        answer=answer + _narrower_cache(question),
         figures={
             **figures,
             **_split(best),
@@ -572,21 +417,23 @@ def _cluster(question: SizeQuestion) -> SizeReport:
             "ranks": _ranks(best),
         },
         parts=("\n\n".join((table(columns, rows), *legend)), *_repeated(best)),
-        command=question.command(best),
+        command=_command(question, best),
     )
 
 
 def _store(question: SizeQuestion, per_hour: int) -> SizeReport:
     """What the rows of all requests of some hours take on host or disk, every rank with its own."""
-    load, hours, tp = question.load, question.store_hours, question.deployment.tp
+    hours, tp = question.store_hours, question.deployment.tp
     requests = hours * per_hour
     stages = replace(question.deployment, memory=None, num_slabs=2).stages()
-    parts = [stored_bytes(each.layout(), load.tokens, load.shared_tokens) for each in stages]
+    parts = [
+        stored_bytes(each.layout(), question.tokens, question.shared_tokens) for each in stages
+    ]
     each, shared = (tp * sum(column) for column in zip(*parts, strict=True))
     nbytes, rate = requests * each + shared, each * per_hour // 3600
     rank = max(requests * part + common for part, common in parts)
     answer = (
-        f"{question.requests_of(requests)} ({hours:,} hours of {per_hour:,} an hour) take "
+        f"{_requests(question, requests)} ({hours:,} hours of {per_hour:,} an hour) take "
         f"{human(nbytes)} on host or disk: {human(each)} each, {human(rate)} written per second."
     )
     if len(parts) * tp > 1:
@@ -595,7 +442,6 @@ def _store(question: SizeQuestion, per_hour: int) -> SizeReport:
         question=question,
         kind="store",
         answer=answer,
-        fits=True,
         figures={
             "requests_per_hour": per_hour,
             "hours": hours,
@@ -605,8 +451,73 @@ def _store(question: SizeQuestion, per_hour: int) -> SizeReport:
             "shared_bytes": shared,
             "write_bytes_per_second": rate,
         },
-        parts=(),
     )
+
+
+# ── words ─────────────────────────────────────────────────────────────────────────────
+
+
+def _requests(question: SizeQuestion, requests: int) -> str:
+    """`200 requests of 8,192 tokens`."""
+    shared = f" that share the first {question.shared_tokens:,}" if question.shared_tokens else ""
+    return f"{plural(requests, 'request')} of {question.tokens:,} tokens{shared}"
+
+
+def _gpus(question: SizeQuestion, sizing: Sizing) -> str:
+    """`8 × h100 (tp 4, dp 2, bfloat16 cache)`."""
+    split, gpu = sizing.deployment, "GPU" if question.gpu is None else question.gpu.name
+    sizes = [("tp", split.tp), ("pp", split.pp), ("dp", sizing.dp)]
+    parts = [f"{name} {number}" for name, number in sizes if number > 1 or name == "tp"]
+    parts += ["experts shared"] if sizing.shares_experts else []
+    return f"{sizing.num_gpus:,} × {gpu} ({', '.join((*parts, f'{sizing.kv_dtype} cache'))})"
+
+
+def _narrower_cache(question: SizeQuestion) -> str:
+    """What to say where the checkpoint has a narrower cache than the one that is planned."""
+    named = quantised_cache(question.config) if question.deployment.kv_dtype is None else ""
+    if not named:
+        return ""
+    return f" The checkpoint names a quantised cache ({named}): --kv-dtype fp8 halves it."
+
+
+def _weights(question: SizeQuestion) -> str:
+    weights, loaded = question.weights, question.loaded_bytes
+    padded = f" Padded for the kernels, they take {human(loaded)}."
+    return _wrapped(
+        f"weights: {human(weights.nbytes)}, {weights.how}, in equal parts for layers and ranks: "
+        f"an estimate.{padded if loaded > weights.nbytes else ''}"
+    )
+
+
+def _command(question: SizeQuestion, sizing: Sizing) -> str:
+    """The vLLM command that serves it so."""
+    split, engine = sizing.deployment, question.engine
+    options: dict[str, object] = {
+        "tensor-parallel-size": split.tp if split.tp > 1 else None,
+        "pipeline-parallel-size": split.pp if split.pp > 1 else None,
+        "data-parallel-size": sizing.dp if sizing.dp > 1 else None,
+        "enable-expert-parallel": "" if sizing.shares_experts else None,
+        "max-model-len": question.tokens,
+        "gpu-memory-utilization": engine.utilization,
+        "kv-cache-dtype": split.kv_dtype and _vllm_dtype(split.kv_dtype),
+        "quantization": "fp8" if question.weights.dtype == "fp8" else None,
+        "block-size": split.block_tokens,
+        "max-num-batched-tokens": engine.max_batched_tokens,
+        "max-num-seqs": engine.max_num_seqs,
+    }
+    words = [f"--{name} {value}" for name, value in options.items() if value is not None]
+    return " \\\n    ".join((f"vllm serve {_repository(question)}", *map(str.rstrip, words)))
+
+
+def _repository(question: SizeQuestion) -> str:
+    """Where the model is: its own path, or the repository that the catalogue names."""
+    model = question.deployment.model
+    name = model if isinstance(model, str) else question.config.name
+    repository = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", source_of(question.config.name))
+    if repository is None or "/" in name:
+        return name
+    is_other = name.lower().endswith("-fp8") and not repository[1].lower().endswith("-fp8")
+    return repository[1] + ("-FP8" if is_other else "")
 
 
 def _span(low: str, high: str) -> str:
