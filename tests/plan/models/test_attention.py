@@ -70,11 +70,6 @@ def test_attention_pages_grow_with_heads_and_tokens(heads: int, tokens: int) -> 
     assert kv(heads, 64, 32, tokens=tokens).page_bytes == heads * tokens * (64 + 32) * 2
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("fp16", 2), ("fp32", 4), ("fp8", 1), ("fp8_e5m2", 1)])
-def test_plain_elements_of_any_width_come_without_scales(dtype: str, size: int) -> None:
-    assert kv(1, tokens=1, dtype=dtype).page_bytes == (128 + 128) * size
-
-
 @pytest.mark.parametrize("dtype", ["fp8_per_token_head", "int8_per_token_head"])
 def test_eight_bits_with_scales_per_token_and_head_take_264_bytes(dtype: str) -> None:
     assert kv(1, tokens=1, dtype=dtype).cell_bytes == 128 + 128 + 2 * 4 == 264
@@ -238,8 +233,3 @@ def test_t5_says_how_long_an_encoder_it_is_planned_for() -> None:
     assert model.notes[0].startswith("cross-attention is planned for 512 encoder tokens")
     assumed = model_layers(config("t5-large", n_positions=None))
     assert "an assumption" in assumed.notes[0]
-
-
-def test_whisper_heads_must_divide_its_width() -> None:
-    with pytest.raises(ModelError, match="d_model 1280 is not divisible by 19"):
-        model_layers(config("whisper-large-v3", decoder_attention_heads=19))

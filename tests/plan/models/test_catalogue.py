@@ -79,11 +79,6 @@ def test_an_unknown_name_is_refused_with_those_close_to_it() -> None:
         load_model("llama-3.1-9b")
 
 
-def test_a_name_like_nothing_is_sent_to_a_config_file() -> None:
-    with pytest.raises(ModelError, match=r"hint: give the path of a config\.json"):
-        load_model("@@@@")
-
-
 @pytest.mark.parametrize("name", ["\0", "x" * 5000, ""])
 def test_names_that_no_file_can_have_are_only_unknown(name: str) -> None:
     with pytest.raises(ModelError):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvstow.errors import ModelError
-from kvstow.plan.models import Config, load_model, model_layers
+from kvstow.plan.models import load_model, model_layers
 from kvstow.plan.spec import DType
 from model_facts import LLAMA
 
@@ -20,13 +20,6 @@ def test_a_path_a_directory_and_a_dict_read_alike(tmp_path: Path) -> None:
     assert model_layers(load_model(LLAMA)).layers == expected
 
 
-def test_a_model_from_a_directory_is_called_like_the_directory(tmp_path: Path) -> None:
-    home = tmp_path / "my-model"
-    home.mkdir()
-    (home / "config.json").write_text(json.dumps(LLAMA))
-    assert load_model(home).name == "my-model"
-
-
 def test_what_names_no_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty name was the current directory."""
     monkeypatch.chdir(tmp_path)
@@ -36,11 +29,6 @@ def test_what_names_no_model_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     for wrong in (None, 3, ["llama-3.1-8b"]):
         with pytest.raises(ModelError, match=f"not {type(wrong).__name__}"):
             load_model(wrong)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
-        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", "3", '"llama"', "null", "[" * 100_000, "\xff"])
@@ -96,10 +84,6 @@ def test_a_count_that_is_not_a_whole_positive_number_is_refused(key: str, value:
     with pytest.raises(ModelError) as error:
         model_layers({**LLAMA, key: value})
     assert f"{key} is {value!r}" in str(error.value)
-
-
-def test_a_config_is_printed_without_its_facts() -> None:
-    assert repr(Config(name="x", facts=LLAMA)) == "Config(name='x')"
 
 
 def test_the_home_of_nobody_is_a_path_that_does_not_exist() -> None:

@@ -28,11 +28,6 @@ V4_COUNTS = {
 }
 
 
-def test_mla_keeps_1152_bytes_per_token() -> None:
-    assert mla("bf16").cell_bytes == (512 + 64) * 2 == 1152
-    assert mla("bf16").page_bytes == 16 * 1152
-
-
 def test_mla_in_fp8_with_scales_takes_656_bytes() -> None:
     assert mla("fp8_ds_mla").cell_bytes == 512 + 4 * (512 // 128) + 64 * 2 == 656
 
@@ -80,15 +75,6 @@ def test_latent_models_keep_1152_bytes_per_token_and_layer(name: str) -> None:
     specs = model_layers(name).layers
     assert {x.cell_bytes for x in specs} == {1152}
     assert {tuple(f.name for f in x.fields) for x in specs} == {("latent", "rope")}
-
-
-def test_v32_has_an_indexer_beside_every_latent() -> None:
-    specs = model_layers("deepseek-v3.2").layers
-    assert [x.name for x in specs[:2]] == [
-        "model.layers.0.self_attn",
-        "model.layers.0.self_attn.indexer",
-    ]
-    assert Counter(x.cell_bytes for x in specs) == {1152: 61, 132: 61}
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_ds_mla"])

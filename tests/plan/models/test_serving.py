@@ -71,11 +71,6 @@ def test_what_a_rank_computes_is_never_replicated(units: int, tp: int) -> None:
         assert ServingOptions(tp=tp, rank=tp - 1).split("head", part).size == units // tp
 
 
-def test_kv_heads_are_replicated_when_there_are_more_ranks() -> None:
-    held = [model_layers("qwen2.5-3b", tp=8, tp_rank=r).layers[0].heads for r in range(8)]
-    assert [extent.pieces for extent in held] == [((r // 4, r // 4 + 1),) for r in range(8)]
-
-
 def test_a_gated_delta_net_is_split_into_pieces_of_q_k_and_v() -> None:
     layer = model_layers("qwen3-next-80b", tp=2, tp_rank=1).layers[0]
     conv, ssm = layer.field("conv"), layer.field("ssm")
@@ -192,8 +187,3 @@ def test_recurrent_pages_change_neither_with_tokens_per_block_nor_with_the_cache
         return [x.page_bytes for x in model.layers if isinstance(x.retention, State)]
 
     assert states() == states(block_tokens=544) == states(kv_dtype="fp8") == [1_097_728] * 36
-
-
-def test_recurrent_layers_are_checkpointed_at_a_distance_of_their_own() -> None:
-    model = model_layers("mamba2-2.7b", block_tokens=32)
-    assert {layer.block_tokens for layer in model.layers} == {512}

@@ -94,8 +94,8 @@ def test_a_load_fits_into_what_it_needs_and_not_into_a_slab_less(model, requests
 
 def test_the_smallest_cluster_comes_first_and_carries_the_load():
     weights = 141_000_000_000
-    asked = question("llama-3.1-70b", weights=weights, requests=200, kv_dtypes=(None, "fp8"))
-    found = asked.clusters()
+    one = question("llama-3.1-70b", weights=weights, requests=200, kv_dtypes=(None, "fp8"))
+    found = one.clusters()
     assert [each.num_gpus for each in found] == sorted(each.num_gpus for each in found)
     assert all(each.max_requests >= 200 for each in found)
     best = found[0]
@@ -110,9 +110,9 @@ def test_replicas_that_share_their_experts_carry_what_latents_on_every_rank_cann
     """DeepSeek-V3 on 8 GPUs: attention on each of them, and an eighth of the experts."""
     weights = model_weights("deepseek-v3")
     experts = weights.nbytes * weights.expert_part
-    asked = question("deepseek-v3", weights=weights, requests=400, pps=(1,), gpu=Gpu("", 120 << 30))
+    one = question("deepseek-v3", weights=weights, requests=400, pps=(1,), gpu=Gpu("", 120 << 30))
     none = replace(weights, expert_part=Fraction(0))
-    whole, shared = replace(asked, weights=none).clusters(), asked.clusters()
+    whole, shared = replace(one, weights=none).clusters(), one.clusters()
     assert not any(each.shares_experts for each in whole)
     best = shared[0]
     assert (best.shares_experts, best.deployment.tp, best.dp) == (True, 1, 8)
@@ -198,14 +198,14 @@ LOGS = [
 
 
 def report(model: str, dtype: str | None, gpu: str, engine: Engine, tp: int) -> SizeReport:
-    asked = SizeQuestion(
+    one = SizeQuestion(
         deployment=Deployment(model=model, tp=tp),
         weights=model_weights(model, dtype),
         tokens=1024,
         gpu=Gpu.parse(gpu),
         engine=engine,
     )
-    return size_report(asked)
+    return size_report(one)
 
 
 @pytest.mark.parametrize(("model", "dtype", "gpu", "engine", "tp", "logged"), LOGS)
@@ -218,14 +218,14 @@ def test_the_cache_of_published_logs_is_within_the_range(model, dtype, gpu, engi
 
 def test_tokens_and_concurrency_are_those_of_the_log():
     """https://github.com/vllm-project/vllm/issues/21348: 8.11 GiB are 178,880 tokens."""
-    asked = SizeQuestion(
+    one = SizeQuestion(
         deployment=Deployment(model="qwen3-235b-a22b", tp=4),
         weights=Weights(nbytes=0, how="as given"),
         tokens=1024,
         gpu=Gpu("8.11GiB", int(8.11 * GIB)),
         engine=ALL,
     )
-    found = size_report(asked)
+    found = size_report(one)
     kv_tokens, concurrency = found.figures["kv_tokens"][0], found.figures["concurrency"][0]
     assert kv_tokens == pytest.approx(178_880, rel=0.02)
     assert concurrency == pytest.approx(kv_tokens / 1024, abs=0.01)

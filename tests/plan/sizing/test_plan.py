@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvstow.errors import KvstowError, ModelError, PlanError
+from kvstow.errors import ModelError, PlanError
 from kvstow.plan.group import grouped
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Site, packed
@@ -85,27 +85,20 @@ def test_without_a_size_sixteen_gib_are_planned_for():
     ("change", "kind", "words"),
     [
         ({"memory": "20 gigs"}, PlanError, "'20 gigs' is not a size"),
-        ({"memory": 10**27}, PlanError, r"not in \[1, 2\^63\)"),
         ({"memory": "1KiB"}, PlanError, "a budget of 1024 bytes holds 0 slabs"),
         ({"memory": 1 << 30, "num_slabs": 4}, PlanError, "memory 1073741824 and num_slabs 4"),
         ({"num_slabs": 10**27}, PlanError, "number of slabs is 10{27}"),
-        ({"num_slabs": 1}, PlanError, "number of slabs is 1"),
-        ({"num_slabs": 1 << 60}, PlanError, r"bytes, not below 2\^63"),
         ({"block_tokens": 10**18}, PlanError, "block_tokens is 10{18}"),
-        ({"block_tokens": 0}, PlanError, "block_tokens is 0"),
         ({"block_tokens": 16.0}, PlanError, r"block_tokens is 16\.0"),
         ({"tp": 0}, PlanError, "tp is 0"),
         ({"pp": True}, PlanError, "pp is True"),
-        ({"tp": 10**27}, PlanError, "tp is 10{27}"),
         ({"tp": 3}, ModelError, "8 attention heads cannot be split over 3"),
         ({"pp": 6}, ModelError, "5 layers cannot fill 6 pipeline stages"),
         ({"rank": 1}, PlanError, "rank 1: tp 1 × pp 1 is 1 rank"),
-        ({"rank": -1}, PlanError, "rank -1: tp 1 × pp 1 is 1 rank"),
         ({"order": "XYZ"}, PlanError, "order 'XYZ' is none of"),
         ({"packing": "loose"}, PlanError, "packing 'loose' is none of slab, union, separate"),
         ({"kv_dtype": "fp9"}, ModelError, "unknown cache dtype 'fp9'\n\nhint: one of bfloat16"),
         ({"kv_dtype": torch.float16}, ModelError, "torch.float16, not a name\n\nhint: "),
-        ({"kv_dtype": 8}, KvstowError, "8"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_values(change, kind, words):
@@ -120,11 +113,6 @@ def test_requests_have_a_number_of_tokens(tokens):
         plan.max_requests(tokens=tokens)
     with pytest.raises(PlanError, match="tokens is"):
         plan.bytes_per_request(tokens=tokens)
-
-
-def test_a_model_that_does_not_exist_is_refused():
-    with pytest.raises(ModelError, match="no model is called 'lama-3"):
-        plan_model("lama-3.1-8b")
 
 
 def test_a_deployment_has_no_rank_beyond_its_last():

@@ -217,13 +217,6 @@ def test_models_with_other_layers_are_not_counted():
         model_weights(DENSE | {"mamba_d_state": 16})
 
 
-def test_a_mixture_may_say_that_it_has_no_shared_experts():
-    experts = {"num_experts": 8, "moe_intermediate_size": 64}
-    none = model_weights(DENSE | experts | {"n_shared_experts": 0})
-    assert none == model_weights(DENSE | experts)
-    assert none.nbytes < model_weights(DENSE | experts | {"n_shared_experts": 1}).nbytes
-
-
 def test_a_fact_that_is_wrong_is_named():
     with pytest.raises(ModelError, match=r"vocab_size is 'x'(.|\n)*--weights-bytes"):
         model_weights(DENSE | {"vocab_size": "x"})
