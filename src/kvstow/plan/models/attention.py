@@ -406,7 +406,9 @@ _RULES: dict[str, Rule] = {
 """By `model_type`."""
 
 _OFF = frozenset(
-    "qwen2 qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text qwen3 "
-    "qwen3_moe smollm3".split()
+    (
+        *("qwen2", "qwen2_5_omni_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl"),
+        *("qwen2_vl_text", "qwen3", "qwen3_moe", "smollm3"),
+    )
 )
 """Families whose files name a window that only `use_sliding_window` switches on."""
