@@ -6,12 +6,12 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 import kvstow.adapters.vllm
-from kvstow.adapters.vllm import counts
 from kvstow.adapters.vllm.counts import (
     SECONDS,
     VLLM_COUNTERS,
     VLLM_HISTOGRAMS,
     VLLM_INFO,
+    Count,
     vllm_counts,
 )
 from kvstow.offload.metrics import TIER_REASONS
@@ -20,15 +20,15 @@ from kvstow.offload.metrics import TIER_REASONS
 def test_every_count_has_a_metric_with_a_label_where_it_is_counted_with_one():
     folder = Path(kvstow.adapters.vllm.__file__).parent
     text = "\n".join(file.read_text() for file in sorted(folder.rglob("*.py")))
-    pattern = r'counts(?:\.seconds)?\[(?:([A-Z_]+)|f"\{([A-Z_]+)\} [^"]+")\]'
+    pattern = r'counts(?:\.seconds)?\[(?:Count\.([A-Z_]+)|f"\{Count\.([A-Z_]+)\} [^"]+")\]'
     found = re.findall(pattern, text)
-    plain = {getattr(counts, name) for name, _ in found if name}
-    labelled = {getattr(counts, name) for _, name in found if name}
+    plain = {getattr(Count, name) for name, _ in found if name}
+    labelled = {getattr(Count, name) for _, name in found if name}
     labelled |= {f"remote_{name}" for name in TIER_REASONS}
     assert {"pulled_bytes", "pull_seconds"} <= plain
     assert {"pulls", "lease_ends"} <= labelled
-    assert plain <= SECONDS | {each.name for each in VLLM_COUNTERS if not each.label}
-    assert labelled == {each.name for each in VLLM_COUNTERS if each.label}
+    assert plain <= SECONDS | {str(each) for each in VLLM_COUNTERS if not each.label}
+    assert labelled == {str(each) for each in VLLM_COUNTERS if each.label}
 
 
 def test_a_metric_is_named_as_prometheus_wants_it():
@@ -36,7 +36,7 @@ def test_a_metric_is_named_as_prometheus_wants_it():
     for each in metrics:
         assert re.fullmatch(r"kvstow_vllm_[a-z]+(_[a-z]+)*", each.family)
         assert not each.family.endswith("_total")
-    assert len({each.name for each in metrics}) == len(metrics)
+    assert len({str(each) for each in metrics}) == len(metrics)
 
 
 def test_every_metric_is_in_the_reference():
@@ -54,7 +54,7 @@ def test_counts_of_all_engines_are_read_back_under_their_names():
         "remote_missed_rows budget": 3.0,
         "stored_rows": 40.0,
     }
-    labels = {each.name: each.labels for each in VLLM_COUNTERS}
+    labels = {str(each): each.labels for each in VLLM_COUNTERS}
     made: dict[str, Counter] = {}
     for what, count in expected.items():
         name, _, label = what.partition(" ")

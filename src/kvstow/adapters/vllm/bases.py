@@ -3,6 +3,7 @@
 `plugin` and `engine` look vLLM's modules up by name; no other module needs it.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,42 +71,23 @@ if TYPE_CHECKING:
         ) -> None: ...
 
 else:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorBase_V1 as ConnectorBase,
+    _base, _metrics, _sources, _requests = (
+        import_module(f"vllm.{name}")
+        for name in (
+            "distributed.kv_transfer.kv_connector.v1.base",
+            "distributed.kv_transfer.kv_connector.v1.metrics",
+            "v1.metrics.cache_hit_source",
+            "v1.request",
+        )
     )
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorHandshakeMetadata as HandshakeMetadata,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorMetadata as ConnectorMetadata,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole as ConnectorRole
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorTransferResults as TransferResults,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorWorkerMetadata as WorkerMetadata,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-        KVConnectorPromMetrics as PrometheusMetrics,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-        KVConnectorStats as ConnectorStats,
-    )
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    from vllm.v1.request import RequestStatus
-
-__all__ = [
-    "CacheHitSource",
-    "ConnectorBase",
-    "ConnectorMetadata",
-    "ConnectorRole",
-    "ConnectorStats",
-    "HandshakeMetadata",
-    "PrometheusMetrics",
-    "RequestStatus",
-    "SupportsHMA",
-    "TransferResults",
-    "WorkerMetadata",
-]
+    CacheHitSource = _sources.CacheHitSource
+    ConnectorBase = _base.KVConnectorBase_V1
+    ConnectorMetadata = _base.KVConnectorMetadata
+    ConnectorRole = _base.KVConnectorRole
+    ConnectorStats = _metrics.KVConnectorStats
+    HandshakeMetadata = _base.KVConnectorHandshakeMetadata
+    PrometheusMetrics = _metrics.KVConnectorPromMetrics
+    RequestStatus = _requests.RequestStatus
+    SupportsHMA = _base.SupportsHMA
+    TransferResults = _base.KVConnectorTransferResults
+    WorkerMetadata = _base.KVConnectorWorkerMetadata

@@ -5,100 +5,85 @@ A count with a label is called by its name, a space, and the label's value: `pul
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
 PREFIX = "kvstow_vllm_"
 
-PULLS = "pulls"
-PULL_PATHS = "pull_paths"
-EARLY_PULLS = "early_pulls"
-PULL_SECONDS = "pull_seconds"
-PULL_DESCRIPTORS = "pull_descriptors"
-PULLED_BYTES = "pulled_bytes"
-PULLED_TOKENS = "pulled_tokens"
-HELD_BLOCKS = "held_blocks"
-RELEASED_BLOCKS = "released_blocks"
-OFFERED_REQUESTS = "offered_requests"
-NOT_OFFERED_REQUESTS = "not_offered_requests"
-REFUSED_REQUESTS = "refused_requests"
-LEASE_ENDS = "lease_ends"
-PEER_QUESTIONS = "peer_questions"
-PEER_TICKETS = "peer_tickets"
-STORED_ROWS = "stored_rows"
-NOT_STORED_ROWS = "not_stored_rows"
-DROPPED_ROWS = "dropped_rows"
-STORE_FAILURES = "store_failures"
-LOAD_SECONDS = "load_seconds"
-RESTORED_TOKENS = "restored_tokens"
-RESTORE_FAILURES = "restore_failures"
-DAMAGED_ROWS = "damaged_rows"
-NOT_NOTED_PROMPTS = "not_noted_prompts"
-HINTS = "hints"
-REMOTE_STORED_ROWS = "remote_stored_rows"
-REMOTE_MISSED_ROWS = "remote_missed_rows"
-REMOTE_DROPPED_ROWS = "remote_dropped_rows"
 
+class Count(StrEnum):
+    """What is counted: its name, its text on /metrics, and a label of its own or none."""
 
-@dataclass(frozen=True, slots=True)
-class VllmMetric:
-    """A metric on vLLM's own /metrics, with a label of its own or none."""
-
-    name: str
     text: str
-    label: str = ""
+    label: str
+
+    def __new__(cls, name: str, text: str, label: str = "") -> "Count":
+        made = str.__new__(cls, name)
+        made._value_, made.text, made.label = name, text, label
+        return made
 
     @property
     def family(self) -> str:
         """Its name in Prometheus, without `_total`."""
-        return PREFIX + self.name
+        return PREFIX + self
 
     @property
     def labels(self) -> list[str]:
         """Names of its own labels, beside vLLM's."""
         return [self.label] if self.label else []
 
+    PULL_DESCRIPTORS = "pull_descriptors", "Descriptors of accepted pulls"
+    PULLED_BYTES = "pulled_bytes", "Bytes of accepted pulls"
+    PULLED_TOKENS = "pulled_tokens", "Tokens of accepted pulls"
+    PULLS = "pulls", "Pulls that ended, by outcome", "outcome"
+    PULL_PATHS = "pull_paths", "Producers of accepted pulls: mapped, or the reason why not", "path"
+    EARLY_PULLS = (
+        "early_pulls",
+        "Pulls before their requests were planned, by outcome",
+        "outcome",
+    )
+    HELD_BLOCKS = "held_blocks", "Blocks held because a failed pull might still write to them"
+    RELEASED_BLOCKS = "released_blocks", "Held blocks that were released"
+    OFFERED_REQUESTS = "offered_requests", "Requests that got tickets"
+    NOT_OFFERED_REQUESTS = "not_offered_requests", "Requests that got no ticket"
+    REFUSED_REQUESTS = "refused_requests", "Requests whose tickets were refused"
+    LEASE_ENDS = "lease_ends", "Leases that ended, by reason", "reason"
+    PEER_QUESTIONS = "peer_questions", "Requests whose prefix peers were asked for"
+    PEER_TICKETS = "peer_tickets", "Requests whose prefix a peer had"
+    STORED_ROWS = "stored_rows", "Rows stored in host memory"
+    NOT_STORED_ROWS = "not_stored_rows", "Rows not stored for lack of time or room"
+    DROPPED_ROWS = "dropped_rows", "Rows kept in host memory only, the queue to the next tier full"
+    STORE_FAILURES = "store_failures", "Failed attempts to store rows"
+    RESTORED_TOKENS = "restored_tokens", "Tokens loaded from tiers"
+    RESTORE_FAILURES = "restore_failures", "Failed loads; their tokens were computed"
+    DAMAGED_ROWS = "damaged_rows", "Rows found damaged in host memory"
+    NOT_NOTED_PROMPTS = "not_noted_prompts", "Prompts that the journal missed"
+    HINTS = "hints", "KV hints of requests, by action", "action"
+    REMOTE_STORED_ROWS = "remote_stored_rows", "Rows written to a remote store"
+    REMOTE_MISSED_ROWS = (
+        "remote_missed_rows",
+        "Rows that a remote store did not give, by reason",
+        "reason",
+    )
+    REMOTE_DROPPED_ROWS = (
+        "remote_dropped_rows",
+        "Rows that a remote store did not take, by reason",
+        "reason",
+    )
+    PULL_SECONDS = "pull_seconds", "Seconds from pull to acceptance"
+    LOAD_SECONDS = "load_seconds", "Seconds from order to end of loads from tiers"
+    CONFIG_INFO = "config_info", "What the connector was started with", "option"
 
-VLLM_COUNTERS = (
-    VllmMetric(PULL_DESCRIPTORS, "Descriptors of accepted pulls"),
-    VllmMetric(PULLED_BYTES, "Bytes of accepted pulls"),
-    VllmMetric(PULLED_TOKENS, "Tokens of accepted pulls"),
-    VllmMetric(PULLS, "Pulls that ended, by outcome", "outcome"),
-    VllmMetric(PULL_PATHS, "Producers of accepted pulls: mapped, or the reason why not", "path"),
-    VllmMetric(EARLY_PULLS, "Pulls for requests that were not planned yet, by outcome", "outcome"),
-    VllmMetric(HELD_BLOCKS, "Blocks held because a failed pull might still write to them"),
-    VllmMetric(RELEASED_BLOCKS, "Held blocks that were released"),
-    VllmMetric(OFFERED_REQUESTS, "Requests that got tickets"),
-    VllmMetric(NOT_OFFERED_REQUESTS, "Requests that got no ticket"),
-    VllmMetric(REFUSED_REQUESTS, "Requests whose tickets were refused"),
-    VllmMetric(LEASE_ENDS, "Leases that ended, by reason", "reason"),
-    VllmMetric(PEER_QUESTIONS, "Requests whose prefix peers were asked for"),
-    VllmMetric(PEER_TICKETS, "Requests whose prefix a peer had"),
-    VllmMetric(STORED_ROWS, "Rows stored in host memory"),
-    VllmMetric(NOT_STORED_ROWS, "Rows not stored for lack of time or room"),
-    VllmMetric(DROPPED_ROWS, "Rows kept in host memory only, the queue to the next tier full"),
-    VllmMetric(STORE_FAILURES, "Failed attempts to store rows"),
-    VllmMetric(RESTORED_TOKENS, "Tokens loaded from tiers"),
-    VllmMetric(RESTORE_FAILURES, "Failed loads; their tokens were computed"),
-    VllmMetric(DAMAGED_ROWS, "Rows found damaged in host memory"),
-    VllmMetric(NOT_NOTED_PROMPTS, "Prompts that the journal missed"),
-    VllmMetric(HINTS, "KV hints of requests, by action", "action"),
-    VllmMetric(REMOTE_STORED_ROWS, "Rows written to a remote store"),
-    VllmMetric(REMOTE_MISSED_ROWS, "Rows not read from a remote store, by reason", "reason"),
-    VllmMetric(REMOTE_DROPPED_ROWS, "Rows not written to a remote store, by reason", "reason"),
-)
 
-VLLM_HISTOGRAMS = (
-    VllmMetric(PULL_SECONDS, "Seconds from pull to acceptance"),
-    VllmMetric(LOAD_SECONDS, "Seconds from order to end of loads from tiers"),
-)
+VLLM_INFO = Count.CONFIG_INFO
+
+VLLM_HISTOGRAMS = (Count.PULL_SECONDS, Count.LOAD_SECONDS)
 """Durations that the connector notes, one by one."""
 
-SECONDS = {each.name for each in VLLM_HISTOGRAMS}
-
-VLLM_INFO = VllmMetric("config_info", "What the connector was started with", "option")
+SECONDS = frozenset(VLLM_HISTOGRAMS)
+VLLM_COUNTERS = tuple(each for each in Count if each not in (*VLLM_HISTOGRAMS, VLLM_INFO))
 
 
 class EngineCounts(Counter[str]):
@@ -110,7 +95,8 @@ class EngineCounts(Counter[str]):
 
     def take(self) -> dict[str, Any]:
         """All of it, told once: a number for a count, a list for durations."""
-        taken = {name: count for name, count in self.items() if count} | self.seconds
+        taken: dict[str, Any] = {str(name): count for name, count in self.items() if count}
+        taken |= {str(name): durations for name, durations in self.seconds.items()}
         self.clear()
         self.seconds.clear()
         return taken

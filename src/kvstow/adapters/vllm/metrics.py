@@ -51,13 +51,13 @@ class KvstowMetrics(PrometheusMetrics):
         ):
             for each in metrics:
                 own = list(config) if each is VLLM_INFO else each.labels
-                self._metrics[each.name] = made = made_by(
+                self._metrics[each] = made = made_by(
                     name=each.family, documentation=each.text, labelnames=[*labelnames, *own]
                 )
                 for values in () if own else per_engine_labelvalues.values():
                     made.labels(*values)  # 0 from the beginning
         for values in per_engine_labelvalues.values():
-            self._metrics[VLLM_INFO.name].labels(*values, *config.values()).set(1)
+            self._metrics[VLLM_INFO].labels(*values, *config.values()).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]

@@ -301,15 +301,16 @@ class EngineRequest:
         hints = self.kv_hints or (self.params or {}).get("kv_hint")
         if hints is None:
             return ()
+        hinted: list[tuple[HintAction | None, float]] = []
         try:
-            return tuple(
-                (action, msgspec.convert(hint.payload, HintPayload).ttl_seconds if action else 0.0)
-                for hint in msgspec.convert(hints, Hints, from_attributes=True).actions
-                for action in [HINT_ACTIONS.get(hint.action_type)]
-            )
+            for hint in msgspec.convert(hints, Hints, from_attributes=True).actions:
+                action = HINT_ACTIONS.get(hint.action_type)
+                payload = msgspec.convert(hint.payload if action else {}, HintPayload)
+                hinted.append((action, payload.ttl_seconds))
         except msgspec.ValidationError as error:
             log.warning("request %s: its hints are ignored: %s", self.id, error)
             return ()
+        return tuple(hinted)
 
 
 HINT_ACTIONS: Mapping[str, HintAction] = {f"kv.{action}": action for action in get_args(HintAction)}

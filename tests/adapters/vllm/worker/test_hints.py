@@ -141,7 +141,7 @@ def test_hints_are_read_as_vllm_and_dynamo_write_them(in_params: bool):
         params={"kv_hint": written} if in_params else None,
         kv_hints=None if in_params else written,
     )
-    assert asking.hints == (("pin", 5.0), ("demote", 60.0), (None, 0.0))
+    assert asking.hints == (("pin", 5.0), ("demote", 60.0), (None, 60.0))
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ group, in which each token sees all before it; everything else is loaded beside 
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from itertools import count
 from typing import Literal
 
-from kvstow.adapters.vllm.counts import EARLY_PULLS
+from kvstow.adapters.vllm.counts import Count
 from kvstow.adapters.vllm.engine import Request
 from kvstow.adapters.vllm.mail import Inbox
 from kvstow.adapters.vllm.protocol import (
@@ -40,18 +39,8 @@ Begin = Literal["begun", "needless", "beside steps"]
 """A pull has begun; all that could be pulled is here; it is for the steps to load."""
 
 
-@dataclass(slots=True, eq=False)
-class Running:
-    """A pull that ranks have been told of. `cached` of its blocks hold the prompt's beginning."""
-
-    request: Request
-    blocks: Sequence[int]
-    cached: int
-    ranks_left: int
-    outcome: EarlyOutcome = "accepted"
-    is_late: bool = False
-    is_void: bool = False
-    """What was computed before is not to be found any more."""
+Pull = Generator[None, EarlyOutcome, None]
+"""A pull that ranks have been told of; it is sent their outcomes."""
 
 
 class EarlyPulls:
@@ -67,9 +56,12 @@ class EarlyPulls:
         self._seconds = engine.options.early_seconds if is_on and not engine.ahead else 0.0
         self._inbox = Inbox()
         self._numbers = count(1)
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, Pull] = {}
+        self._ended: dict[str, EarlyOutcome] = {}
+        """By request, pulls that have ended since the last time."""
         self._unplanned: dict[str, int] = {}
         """By request that the engine has not planned yet, blocks that wait for it."""
+        self._num_resets = 0
 
     def __len__(self) -> int:
         """Pulls that are not over."""
@@ -102,13 +94,12 @@ class EarlyPulls:
             ),
             answer_to=self._inbox.address,
         )
-        told = [worker.inbox.send(order) for worker in self._engine.workers]
-        if not any(told):
+        told = sum(worker.inbox.send(order) for worker in self._engine.workers)
+        if not told:
             pool.release(blocks)
             return "beside steps"
-        running = Running(request, blocks, len(cached), ranks_left=sum(told))
-        running.outcome = "accepted" if all(told) else "failed"
-        self._running[order.number] = running
+        self._running[order.number] = pull = self._pull(request, blocks, len(cached), told)
+        next(pull)
         self._unplanned[request.request_id] = needed
         return "begun"
 
@@ -116,58 +107,60 @@ class EarlyPulls:
         """Whether the engine looks for so many blocks of a request in its cache."""
         return len(request.block_hashes) >= num_blocks and not request.skip_reading_prefix_cache
 
+    def _pull(self, request: Request, blocks: Sequence[int], cached: int, told: int) -> Pull:
+        """A pull that so many ranks were told of, until all of them have answered: the same, or it
+        has failed. `cached` of its blocks hold the prompt's beginning."""
+        until, resets = time.monotonic() + self._seconds, self._num_resets
+        outcomes = {"accepted", "failed"} if told < len(self._engine.workers) else set[str]()
+        for _ in range(told):
+            outcomes.add((yield))
+        outcome: EarlyOutcome = "failed"
+        if outcomes == {"accepted"}:
+            outcome = "accepted"
+            if resets == self._num_resets:
+                self._engine.blocks.enter(request, blocks, cached, self._block_tokens)
+        elif outcomes == {"declined"}:
+            outcome = "declined"
+        if outcome != "accepted":
+            self._unplanned.pop(request.request_id, None)
+        self._engine.blocks.release(blocks[::-1])  # a prompt's end is given away first
+        is_late = outcome == "accepted" and time.monotonic() > until
+        self._engine.counts[f"{Count.EARLY_PULLS} {'late' if is_late else outcome}"] += 1
+        self._ended[request.request_id] = outcome
+        yield
+
     def wait(self) -> dict[str, EarlyOutcome]:
         """Wait a moment for the pulls that run; those that have ended, by request."""
-        until = time.monotonic() + self._seconds
-        ended: dict[str, EarlyOutcome] = {}
-        while self._running and (left := until - time.monotonic()) > 0:
-            ended |= self._hear(self._inbox.receive(left))
-        for running in self._running.values():
-            running.is_late = True
-        return ended
+        return self._hear_until(time.monotonic() + self._seconds)
 
     def poll(self) -> dict[str, EarlyOutcome]:
         """Pulls that have ended since the last time, by request."""
-        ended: dict[str, EarlyOutcome] = {}
-        while self._running and (answer := self._inbox.receive(0)) is not None:
-            ended |= self._hear(answer)
+        return self._hear_until(0.0)
+
+    def _hear_until(self, until: float) -> dict[str, EarlyOutcome]:
+        while self._running:
+            left = max(0.0, until - time.monotonic())
+            answer: EarlyAnswer | None = self._inbox.receive(left)
+            if answer is None and not left:
+                break
+            if answer is not None and answer.number in self._running:
+                self._tell(answer)
+        ended, self._ended = self._ended, {}
         return ended
 
-    def _hear(self, answer: EarlyAnswer | None) -> dict[str, EarlyOutcome]:
-        """A rank has answered; what has ended by it."""
-        running = self._running.get(answer.number) if answer is not None else None
-        if answer is None or running is None:
-            return {}
-        running.ranks_left -= 1
-        if running.outcome != answer.outcome:  # the same from all, or it has failed
-            is_first = running.ranks_left + 1 == len(self._engine.workers)
-            running.outcome = answer.outcome if is_first else "failed"
-        if running.ranks_left:
-            return {}
-        del self._running[answer.number]
-        self._end(running)
-        return {running.request.request_id: running.outcome}
-
-    def _end(self, running: Running) -> None:
-        """Nothing writes to the blocks any more: they are the engine's, with what they hold."""
-        if running.outcome == "accepted" and not running.is_void:
-            self._engine.blocks.enter(
-                running.request, running.blocks, running.cached, self._block_tokens
-            )
-        self._engine.blocks.release(running.blocks[::-1])  # a prompt's end is given away first
-        if running.outcome != "accepted":
-            self._unplanned.pop(running.request.request_id, None)
-        is_late = running.outcome == "accepted" and running.is_late
-        self._engine.counts[f"{EARLY_PULLS} {'late' if is_late else running.outcome}"] += 1
+    def _tell(self, answer: EarlyAnswer) -> None:
+        before = len(self._ended)
+        self._running[answer.number].send(answer.outcome)
+        if len(self._ended) > before:
+            del self._running[answer.number]
 
     def planned(self, request: str) -> None:
         """The engine has taken up a request, or has dropped it."""
         self._unplanned.pop(request, None)
 
     def reset(self) -> None:
-        """Nothing of before is found any more."""
-        for running in self._running.values():
-            running.is_void = True
+        """What was computed before is not found any more."""
+        self._num_resets += 1
 
     def close(self) -> None:
         self._inbox.close()

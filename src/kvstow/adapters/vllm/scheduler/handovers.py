@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvstow.adapters.vllm.counts import REFUSED_REQUESTS
+from kvstow.adapters.vllm.counts import Count
 from kvstow.adapters.vllm.engine import Request
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -68,7 +68,7 @@ class Handovers(PrefixSource):
                 self.offer(request.id, handover)
         except TransferError as error:
             log.warning("request %s: %s", request.id, error)
-            self._engine.counts[REFUSED_REQUESTS] += 1
+            self._engine.counts[Count.REFUSED_REQUESTS] += 1
             if not isinstance(error, OtherPrompt):
                 most = self._engine.num_blocks * max(g.block_tokens for g in self._engine.groups)
                 self._engine.step.drops += tickets_to_drop(request, max_tokens=most)

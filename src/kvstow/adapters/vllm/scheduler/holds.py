@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstow.adapters.vllm.counts import HELD_BLOCKS, RELEASED_BLOCKS
+from kvstow.adapters.vllm.counts import Count
 from kvstow.adapters.vllm.protocol import Hold, KeyedBlocks, StepResults, StoreBlocks
 from kvstow.adapters.vllm.scheduler.parts import EngineState
 
@@ -53,8 +53,8 @@ class HeldPulls:
         between = self.num_blocks
         self._release(results.released)
         for what, count in (
-            (HELD_BLOCKS, between - before),
-            (RELEASED_BLOCKS, between - self.num_blocks),
+            (Count.HELD_BLOCKS, between - before),
+            (Count.RELEASED_BLOCKS, between - self.num_blocks),
         ):
             if count:
                 self._engine.counts[what] += count

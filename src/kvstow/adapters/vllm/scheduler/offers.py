@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstow.adapters.vllm.counts import NOT_OFFERED_REQUESTS, OFFERED_REQUESTS
+from kvstow.adapters.vllm.counts import Count
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
@@ -69,7 +69,7 @@ class SchedulerOffers:
         """Tickets for the request's blocks, as its answer carries them; None where it cannot be
         offered. The blocks are pinned first; workers are told at once, and in the next step."""
         if not request.shareable or not self._engine.workers:
-            self._engine.counts[NOT_OFFERED_REQUESTS] += 1
+            self._engine.counts[Count.NOT_OFFERED_REQUESTS] += 1
             return None
         blocks = {
             g: blocks_with_tokens(group_ids, 0, num_tokens, self._engine.groups[g].block_tokens)
@@ -79,7 +79,7 @@ class SchedulerOffers:
         offer = OfferBlocks(request=request.id, tickets=tickets)
         self._blocks[request.id] = blocks
         self._engine.step.offers.append(offer)
-        self._engine.counts[OFFERED_REQUESTS] += 1
+        self._engine.counts[Count.OFFERED_REQUESTS] += 1
         digest = prompt_digest(request, num_tokens)
         for worker, ticket in zip(self._engine.workers, tickets, strict=True):
             worker.inbox.send(OfferBlocks(request=request.id, tickets=(ticket,)))

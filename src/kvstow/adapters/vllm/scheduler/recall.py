@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvstow.adapters.vllm.counts import HINTS, NOT_NOTED_PROMPTS, NOT_STORED_ROWS
+from kvstow.adapters.vllm.counts import Count
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -87,7 +87,7 @@ class Recall(PrefixSource):
         if not request.shareable:
             return
         for action, _ in request.hints:
-            self._engine.counts[f"{HINTS} {action or 'other'}"] += 1
+            self._engine.counts[f"{Count.HINTS} {action or 'other'}"] += 1
         if keys.identity is not self._identity:
             sizes = {group.block_tokens for group in self._groups}
             keys = RequestKeys(self._identity, request, sizes, ahead=self._engine.ahead)
@@ -312,7 +312,7 @@ class Recall(PrefixSource):
     def _lost(self, num_rows: int) -> None:
         """So many rows are not stored, for good."""
         if num_rows:
-            self._engine.counts[NOT_STORED_ROWS] += num_rows
+            self._engine.counts[Count.NOT_STORED_ROWS] += num_rows
 
     def forget(self, id: str) -> None:
         """Nothing more of a request is stored, and nothing comes back for it."""
@@ -354,7 +354,7 @@ class Recall(PrefixSource):
         if self.journal is None or num_tokens < self._unit:
             return
         if self.journal.is_full:
-            self._engine.counts[NOT_NOTED_PROMPTS] += 1
+            self._engine.counts[Count.NOT_NOTED_PROMPTS] += 1
         else:
             self.journal.stored(request.request, num_tokens)
 

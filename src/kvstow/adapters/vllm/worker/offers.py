@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from kvstow.adapters.vllm.counts import LEASE_ENDS, EngineCounts
+from kvstow.adapters.vllm.counts import Count, EngineCounts
 from kvstow.adapters.vllm.protocol import OfferBlocks, StepOrders, StepResults
 from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.errors import TransferError
@@ -112,7 +112,7 @@ class RankOffers(RankPart):
 
     def _end(self, lease: int, reason: EndReason) -> None:
         self._running.discard(lease)
-        self._counts[f"{LEASE_ENDS} {reason}"] += 1
+        self._counts[f"{Count.LEASE_ENDS} {reason}"] += 1
 
     def _ticket(self, offer: OfferBlocks) -> Ticket:
         for ticket in offer.tickets:

@@ -16,11 +16,7 @@ from dataclasses import replace
 from threading import Event
 from time import monotonic
 
-from kvstow.adapters.vllm.counts import (
-    PEER_QUESTIONS,
-    PEER_TICKETS,
-    EngineCounts,
-)
+from kvstow.adapters.vllm.counts import Count, EngineCounts
 from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
 from kvstow.adapters.vllm.protocol import (
     AskPeers,
@@ -181,8 +177,8 @@ class PeerClient(RankPart):
         self._resume()
         results.peers += self._answers
         for answer in self._answers:
-            self._counts[PEER_QUESTIONS] += 1
-            self._counts[PEER_TICKETS] += bool(answer.tickets)
+            self._counts[Count.PEER_QUESTIONS] += 1
+            self._counts[Count.PEER_TICKETS] += bool(answer.tickets)
         self._answers.clear()
 
     def _resume(self) -> None:

@@ -17,15 +17,7 @@ from itertools import count
 
 import torch
 
-from kvstow.adapters.vllm.counts import (
-    PULL_DESCRIPTORS,
-    PULL_PATHS,
-    PULL_SECONDS,
-    PULLED_BYTES,
-    PULLED_TOKENS,
-    PULLS,
-    EngineCounts,
-)
+from kvstow.adapters.vllm.counts import Count, EngineCounts
 from kvstow.adapters.vllm.protocol import (
     EarlyAnswer,
     EarlyOutcome,
@@ -84,9 +76,8 @@ class RankPulls(RankPart):
         self._unquiet: dict[Hold, Transfer] = {}
         """Failed pulls whose requests have been told."""
         self._numbers = count(1)
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
-        self._held: dict[Hold, tuple[int, ...]] = {}
+        self._results = StepResults()
+        """What was not told yet."""
         self._broken_peers: set[str] = set()
 
     def __len__(self) -> int:
@@ -124,12 +115,9 @@ class RankPulls(RankPart):
     def report(self, results: StepResults) -> None:
         """What has become of the pulls since the last time."""
         self.resume()
-        results.received |= self._received
-        results.failed |= self._failed
-        results.held |= self._held
-        results.released += self._quiet_ones()
-        for each in (self._received, self._failed, self._held):
-            each.clear()
+        self._results.released += self._quiet_ones()
+        results.join(self._results)
+        self._results = StepResults()
 
     def broken_peers(self) -> set[str]:
         """Addresses of peers that were asked, and whose pull has failed; told once."""
@@ -161,9 +149,9 @@ class RankPulls(RankPart):
     # ── one pull ──────────────────────────────────────────────────────────────────
 
     def _report(self, request: str, outcome: EarlyOutcome) -> None:
-        self._received.add(request)
+        self._results.received.add(request)
         if outcome == "failed":
-            self._failed.add(request)
+            self._results.failed.add(request)
 
     def _run(self, pull: PullBlocks, report: Callable[[EarlyOutcome], None]) -> Task:
         """A pull from its order to its end."""
@@ -234,7 +222,7 @@ class RankPulls(RankPart):
         hold = self._agent.name, next(self._numbers)
         blocks = {int(id) for each in transfer.order.into.values() for id in each.ids}
         self._unquiet[hold] = transfer
-        self._held[hold] = tuple(sorted(blocks))
+        self._results.held[hold] = tuple(sorted(blocks))
         log.warning(
             "request %s: peer %r may still write to %d blocks: the request is told, and the blocks "
             "are held (failed pull %d) until the peer has stopped, or has died",
@@ -267,14 +255,14 @@ class RankPulls(RankPart):
     def _accept(self, pull: PullBlocks, transfer: Transfer) -> None:
         stats = transfer.stats
         assert stats is not None
-        self._counts[f"{PULLS} accepted"] += 1
-        self._counts[PULLED_TOKENS] += pull.num_tokens - pull.start_token
-        self._counts[PULLED_BYTES] += stats.nbytes
-        self._counts[PULL_DESCRIPTORS] += stats.descriptors
-        self._counts.seconds[PULL_SECONDS].append(stats.seconds)
+        self._counts[f"{Count.PULLS} accepted"] += 1
+        self._counts[Count.PULLED_TOKENS] += pull.num_tokens - pull.start_token
+        self._counts[Count.PULLED_BYTES] += stats.nbytes
+        self._counts[Count.PULL_DESCRIPTORS] += stats.descriptors
+        self._counts.seconds[Count.PULL_SECONDS].append(stats.seconds)
         for ticket, way in zip(pull.tickets, stats.directions, strict=True):
             reason = self._agent.peers.at(ticket.address, ticket.key).unmapped or "option"
-            self._counts[f"{PULL_PATHS} {'mapped' if way == 'mapped' else reason}"] += 1
+            self._counts[f"{Count.PULL_PATHS} {'mapped' if way == 'mapped' else reason}"] += 1
         log.debug(
             "pulled %d bytes in %d descriptors (%s), %.3f s, fence %s, digest %s",
             stats.nbytes,
@@ -291,7 +279,7 @@ class RankPulls(RankPart):
         if not isinstance(error, KvstowError):
             log.error("a pull ended by a bug", exc_info=error)
         log.warning("request %s: pull failed (%s): %s", pull.request, kind, error)
-        self._counts[f"{PULLS} {kind}"] += 1
+        self._counts[f"{Count.PULLS} {kind}"] += 1
         for ticket in pull.tickets:
             with suppress(TransferError):  # closed
                 self._agent.drop(ticket)

@@ -14,17 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 
-from kvstow.adapters.vllm.counts import (
-    DAMAGED_ROWS,
-    DROPPED_ROWS,
-    LOAD_SECONDS,
-    REMOTE_STORED_ROWS,
-    RESTORE_FAILURES,
-    RESTORED_TOKENS,
-    STORE_FAILURES,
-    STORED_ROWS,
-    EngineCounts,
-)
+from kvstow.adapters.vllm.counts import Count, EngineCounts
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     KeyLevels,
@@ -345,10 +335,10 @@ class WorkerTiers(RankPart):
         return self._mover.load(group, keys, ids, after_stream=behind, here=here)
 
     def _note_store(self, job: TierJob) -> None:
-        self._counts[STORED_ROWS] += job.num_moved
+        self._counts[Count.STORED_ROWS] += job.num_moved
         if job.fault is not None:
             log.warning("store failed: %s", job.fault)
-            self._counts[STORE_FAILURES] += 1
+            self._counts[Count.STORE_FAILURES] += 1
 
     def _is_restored(self, job: TierJob) -> bool:
         """Whether all rows of a load have come."""
@@ -357,10 +347,10 @@ class WorkerTiers(RankPart):
         for part in job.parts:
             self._forget(self._groups[part.group], chosen(part.keys, ~part.moved))
         if job.num_damaged:
-            self._counts[DAMAGED_ROWS] += job.num_damaged
+            self._counts[Count.DAMAGED_ROWS] += job.num_damaged
         if job.fault is None and not job.num_lost:
-            self._counts[RESTORED_TOKENS] += order.num_tokens
-            self._counts.seconds[LOAD_SECONDS].append(time.monotonic() - job.begun)
+            self._counts[Count.RESTORED_TOKENS] += order.num_tokens
+            self._counts.seconds[Count.LOAD_SECONDS].append(time.monotonic() - job.begun)
             return True
         log.warning(
             "request %s: restore failed: %s",
@@ -369,7 +359,7 @@ class WorkerTiers(RankPart):
             or f"{job.num_lost - job.num_damaged} rows were gone when they were fetched, "
             f"{job.num_damaged} were damaged",
         )
-        self._counts[RESTORE_FAILURES] += 1
+        self._counts[Count.RESTORE_FAILURES] += 1
         return False
 
     def _await_stores(self) -> None:
@@ -418,11 +408,14 @@ class WorkerTiers(RankPart):
     def _note_reasons(self) -> None:
         """Count rows that went no further than host memory, rows that the remote store took, and
         those that it did not give or take, by reason."""
-        before, self._reasons = self._reasons, Counter({DROPPED_ROWS: self._mover.dropped_rows})
+        before, self._reasons = (
+            self._reasons,
+            Counter({Count.DROPPED_ROWS: self._mover.dropped_rows}),
+        )
         if self._remote is not None:
             for what, by in self._remote.reasons.items():
                 self._reasons |= {f"remote_{what} {why}": int(n) for why, n in by.items()}
-            self._reasons[REMOTE_STORED_ROWS] = self._remote.counts.stored_rows
+            self._reasons[Count.REMOTE_STORED_ROWS] = self._remote.counts.stored_rows
         for what, count in (self._reasons - before).items():
             self._counts[what] += count
 
