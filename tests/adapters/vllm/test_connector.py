@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -190,6 +190,9 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         made, "check_engine", lambda *given: None
     )  # tests/vllm has the real classes
     yield made
+    for engine in Engine.running:
+        engine.end()
+    Engine.running.clear()
     for name in ("bases", "metrics", "connector"):
         del sys.modules[f"kvstow.adapters.vllm.{name}"]
 
@@ -285,6 +288,29 @@ def request(id: str, **changed: object) -> SimpleNamespace:
     return SimpleNamespace(**given | changed)
 
 
+def blocks(ids: Sequence[int]) -> SimpleNamespace:
+    """What vLLM says of the blocks that it has given a request."""
+    return SimpleNamespace(get_block_ids=lambda: (ids,))
+
+
+def plan(computes: dict[str, int] | None = None, ids: Sequence[int] = ()) -> SimpleNamespace:
+    """A step that computes so many tokens of requests, in these blocks."""
+    computes = computes or {}
+    return SimpleNamespace(
+        total_num_scheduled_tokens=sum(computes.values()),
+        num_scheduled_tokens=computes,
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda id: (list(ids),)),
+    )
+
+
+def told(report: Any = None, sent: Any = None, invalid: Any = frozenset[int]()) -> SimpleNamespace:
+    """What vLLM tells the scheduler's connector of its workers; `invalid` are blocks that another
+    connector has failed to load."""
+    return SimpleNamespace(
+        kv_connector_worker_meta=report, finished_sending=sent, invalid_block_ids=invalid
+    )
+
+
 class BlockPool:
     """References to blocks, as vLLM's pool counts them."""
 
@@ -318,9 +344,15 @@ class CacheManager:
 
 
 class Engine:
-    """Two connectors of one engine, whose scheduler and worker share a process or do not."""
+    """Two connectors of one engine, whose scheduler and worker share a process or do not. It ends
+    with the test."""
 
-    def __init__(self, connector: ModuleType, *, in_process: bool, **options: object) -> None:
+    running: ClassVar[list["Engine"]] = []
+
+    def __init__(
+        self, connector: ModuleType, *, in_process: bool = True, **options: object
+    ) -> None:
+        Engine.running.append(self)
         given = vllm_config(**options), cache_config()
         self.views = memory()
         self.scheduler = connector.KvstowConnector(given[0], Role.SCHEDULER, given[1])
@@ -330,6 +362,10 @@ class Engine:
         self.cache = CacheManager()
         self.pool = self.cache.block_pool
         self.scheduler.bind_kv_cache_manager(self.cache)
+
+    def end(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
 
     def introduce(self, *, in_process: bool) -> None:
         """The scheduler's connector meets the worker's."""
@@ -356,8 +392,7 @@ class Engine:
         self.scheduler.on_new_request(asking)
         count = len(PROMPT) - 1
         assert self.scheduler.get_num_new_matched_tokens(asking, 0) == (count, True)
-        blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
-        self.scheduler.update_state_after_alloc(asking, blocks, count)
+        self.scheduler.update_state_after_alloc(asking, blocks(ids), count)
         sources = self.scheduler.get_external_cache_hit_sources(asking, count)
         assert sources == {HitSource.P2P: count}
 
@@ -366,8 +401,7 @@ class Engine:
         self.scheduler.on_new_request(asking)
         count, beside = self.scheduler.get_num_new_matched_tokens(asking, 0)
         assert not beside
-        blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
-        self.scheduler.update_state_after_alloc(asking, blocks, count)
+        self.scheduler.update_state_after_alloc(asking, blocks(ids), count)
         asking.num_computed_tokens = count
         results = self.step({asking.request_id: len(PROMPT) - count}, ids)
         asking.num_computed_tokens = len(PROMPT)
@@ -381,25 +415,13 @@ class Engine:
         *,
         invalid: frozenset[int] = frozenset(),
     ) -> Any:
-        """`invalid` are blocks that another connector has failed to load."""
-        computes = computes or {}
-        output = SimpleNamespace(
-            total_num_scheduled_tokens=sum(computes.values()),
-            num_scheduled_tokens=computes,
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda id: (list(ids),)),
-        )
-        self.worker.bind_connector_metadata(
-            pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
-        )
+        orders = self.scheduler.build_connector_meta(plan(computes, ids))
+        self.worker.bind_connector_metadata(pickle.loads(pickle.dumps(orders)))
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(set())
-        told = SimpleNamespace(
-            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
-            finished_sending=results.finished_sending,
-            invalid_block_ids=invalid,
-        )
-        self.scheduler.update_connector_output(told)
+        report = self.worker.build_connector_worker_meta()
+        self.scheduler.update_connector_output(told(report, results.finished_sending, invalid))
         return results
 
 
@@ -423,8 +445,6 @@ def test_a_prompt_is_handed_over_through_vllms_calls(connector: ModuleType, in_p
     assert (results.finished_recving, results.failed_recving) == ({"d"}, set())
     for there, own in zip([7, 8, 9, 10, 11], here, strict=True):
         assert torch.equal(decode.views["b"][own], prefill.views["b"][there])
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
 
 
 class SlidingWindowSpec(FullAttentionSpec):
@@ -481,8 +501,7 @@ def asked(engine: Engine, ids: list[int]) -> Any:
     asking = request("d")
     engine.scheduler.on_new_request(asking)
     assert engine.scheduler.get_num_new_matched_tokens(asking, 0) == (16, True)
-    given = SimpleNamespace(get_block_ids=lambda: (ids,))
-    engine.scheduler.update_state_after_alloc(asking, given, 16)
+    engine.scheduler.update_state_after_alloc(asking, blocks(ids), 16)
     sources = engine.scheduler.get_external_cache_hit_sources(asking, 16)
     assert sources == {HitSource.HOST: 16}
     return loaded(engine)
@@ -506,11 +525,10 @@ def test_a_prompt_is_stored_in_its_step_and_comes_back_beside_others(
     for one, other in zip(there[:4], here[:4], strict=True):
         assert torch.equal(engine.views["b"][other], kept[one])
     assert engine.worker._worker_side.counts["restored_tokens"] == 16
-    engine.worker.shutdown()
 
 
 def test_a_request_whose_rows_went_away_has_failed_to_load(connector: ModuleType):
-    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine = Engine(connector, host_bytes=1 << 20)
     engine.compute(request("p"), [7, 8, 9, 10, 11])
     drained(engine)
     (tiers,) = [p for p in engine.worker._worker_side.parts if hasattr(p, "host")]
@@ -519,11 +537,10 @@ def test_a_request_whose_rows_went_away_has_failed_to_load(connector: ModuleType
     results = asked(engine, [1, 2, 3, 13, 12])
     assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
     assert engine.worker._worker_side.counts["restore_failures"] == 1
-    engine.worker.shutdown()
 
 
 def test_a_request_that_pins_its_rows_finds_them_whatever_came_since(connector: ModuleType):
-    engine = Engine(connector, in_process=True, host_bytes=17 * 2 * PAGE)
+    engine = Engine(connector, host_bytes=17 * 2 * PAGE)
     hints = {"actions": [{"action_type": "kv.pin"}, {"action_type": "kv.other"}]}
     engine.compute(request("p", kv_hints=hints), [7, 8, 9, 10, 11])
     drained(engine)
@@ -535,7 +552,6 @@ def test_a_request_that_pins_its_rows_finds_them_whatever_came_since(connector: 
     assert found(engine) == 16
     counts = engine.scheduler._scheduler.counts
     assert (counts["hints pin"], counts["hints other"]) == (1, 1)
-    engine.worker.shutdown()
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────
@@ -571,12 +587,10 @@ def test_an_engine_that_has_slept_hands_over_again_and_finds_its_rows(
     decode.decode(prefill.prefill(), [14, 15, 16, 17, 18], id="e")
     assert loaded(decode, prefill).failed_recving == set()
     assert torch.equal(decode.views["b"][14], prefill.views["b"][7])
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
 
 
 def test_sleep_ends_a_pull_that_is_under_way(connector: ModuleType):
-    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill, decode = (Engine(connector) for _ in range(2))
     params = prefill.prefill()
     prefill.worker.shutdown()  # so it never ends by itself
     decode.decode(params, [1, 2, 3, 13, 12])
@@ -585,7 +599,6 @@ def test_sleep_ends_a_pull_that_is_under_way(connector: ModuleType):
     decode.worker.restore_kv_caches()
     results = decode.step()
     assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
-    decode.worker.shutdown()
 
 
 # ── what the engine does to its caches and weights ────────────────────────────────────
@@ -602,7 +615,7 @@ def found(engine: Engine, id: str = "d") -> int:
 
 def test_after_a_reset_nothing_of_before_is_found_and_what_follows_is(connector: ModuleType):
     """vLLM resets before weights are changed in place: the same tokens then have another cache."""
-    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine = Engine(connector, host_bytes=1 << 20)
     engine.compute(request("old"), [7, 8, 9, 10, 11])
     drained(engine)
     assert found(engine) == 16
@@ -616,11 +629,10 @@ def test_after_a_reset_nothing_of_before_is_found_and_what_follows_is(connector:
     here = [1, 2, 3, 13, 12]
     assert asked(engine, here).failed_recving == set()
     assert torch.equal(engine.views["b"][here[:4]], new[[14, 15, 16, 17]])
-    engine.worker.shutdown()
 
 
 def test_a_request_that_runs_through_a_reset_is_not_stored(connector: ModuleType):
-    engine = Engine(connector, in_process=True, host_bytes=1 << 20, store_bytes_per_second=1)
+    engine = Engine(connector, host_bytes=1 << 20, store_bytes_per_second=1)
     engine.compute(request("waits"), [7, 8, 9, 10, 11])
     running = request("runs", num_computed_tokens=0)
     engine.scheduler.on_new_request(running)
@@ -631,19 +643,16 @@ def test_a_request_that_runs_through_a_reset_is_not_stored(connector: ModuleType
     engine.scheduler.request_finished_all_groups(running, ([14, 15, 16, 17, 18],))
     assert not {14, 15, 16, 17} & set(engine.pool.held)
     assert waits <= 1, "rows that waited for their turn are let go"
-    engine.worker.shutdown()
 
 
 def test_after_a_reset_nobody_takes_over_from_the_engine_nor_it_from_others(connector: ModuleType):
-    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill, decode = (Engine(connector) for _ in range(2))
     prefill.scheduler.reset_cache()
     for one, other in ((prefill, decode), (decode, prefill)):
         asking = request("d", kv_transfer_params=one.prefill())
         other.scheduler.on_new_request(asking)
         assert other.scheduler.get_num_new_matched_tokens(asking, 0) == (0, False)
         assert other.scheduler._scheduler.counts["refused_requests"] == 1
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
 
 
 def taken_over(one: Engine, other: Engine) -> bool:
@@ -656,7 +665,7 @@ def taken_over(one: Engine, other: Engine) -> bool:
 
 
 def test_engines_whose_weights_have_the_same_name_take_over_from_each_other(connector: ModuleType):
-    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill, decode = (Engine(connector) for _ in range(2))
     prefill.scheduler.reset_cache()
     prefill.set_weight_version("step 1")
     assert not taken_over(prefill, decode)
@@ -666,15 +675,13 @@ def test_engines_whose_weights_have_the_same_name_take_over_from_each_other(conn
     assert taken_over(prefill, decode)
     decode.set_weight_version("step 2")
     assert not taken_over(prefill, decode)
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
 
 
 def test_a_ticket_that_names_no_identity_is_refused_once_weights_have_changed(
     connector: ModuleType,
 ):
     """It would be compared with what the engines were started with."""
-    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill, decode = (Engine(connector) for _ in range(2))
     params: Any = prefill.prefill()
     (ticket,) = params[OURS]["tickets"]
     params[OURS]["tickets"] = [str(replace(Ticket.parse(ticket), identity=b""))]
@@ -683,12 +690,10 @@ def test_a_ticket_that_names_no_identity_is_refused_once_weights_have_changed(
     decode.set_weight_version("step 1")
     decode.scheduler.on_new_request(asking := request("e", kv_transfer_params=params))
     assert decode.scheduler.get_num_new_matched_tokens(asking, 0) == (0, False)
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
 
 
 def test_rows_of_named_weights_are_stored_and_come_back(connector: ModuleType):
-    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine = Engine(connector, host_bytes=1 << 20)
     engine.compute(request("old"), [7, 8, 9, 10, 11])
     drained(engine)
     engine.set_weight_version("step 1")
@@ -699,12 +704,11 @@ def test_rows_of_named_weights_are_stored_and_come_back(connector: ModuleType):
     assert found(engine) == 16
     engine.set_weight_version("step 1")
     assert found(engine) == 0, "what was computed under that name may be of other weights"
-    engine.worker.shutdown()
 
 
 def test_weights_are_not_named_while_a_block_is_in_use(connector: ModuleType):
     """It may hold something of the weights before."""
-    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill, decode = (Engine(connector) for _ in range(2))
     decode.set_weight_version("step 1")
     prefill.pool.touch(prefill.pool.blocks[3:4])
     prefill.set_weight_version("step 1")
@@ -712,14 +716,12 @@ def test_weights_are_not_named_while_a_block_is_in_use(connector: ModuleType):
     prefill.pool.free_blocks(prefill.pool.blocks[3:4])
     prefill.set_weight_version("step 1")
     assert taken_over(prefill, decode)
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
 
 
 def test_a_weight_version_reaches_a_connector_among_others(connector: ModuleType):
     from vllm.v1.engine.core import EngineCore  # pyright: ignore
 
-    engine = Engine(connector, in_process=True)
+    engine = Engine(connector)
     before = engine.scheduler._scheduler._engine.weights.identity
     core = EngineCore(SimpleNamespace(sub_connectors=[object(), engine.scheduler]))
     core.set_weight_version("step 1")
@@ -728,39 +730,31 @@ def test_a_weight_version_reaches_a_connector_among_others(connector: ModuleType
         **dict(before.config),
         "run.weights": "'step 1'",
     }
-    engine.worker.shutdown()
 
 
 def test_tickets_that_came_before_a_reset_are_given_back(connector: ModuleType):
-    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill, decode = (Engine(connector) for _ in range(2))
     asking = request("d", kv_transfer_params=prefill.prefill())
     decode.scheduler.on_new_request(asking)
     assert decode.scheduler.reset_cache() is True
     assert decode.scheduler.get_num_new_matched_tokens(asking, 0) == (0, False)
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
 
 
 def test_a_reset_has_failed_while_something_is_loaded(connector: ModuleType):
-    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill, decode = (Engine(connector) for _ in range(2))
     decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
     assert decode.scheduler.reset_cache() is False
     loaded(decode)
-    given = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 13, 12],))
-    decode.scheduler.update_state_after_alloc(request("d"), given, 0)
+    decode.scheduler.update_state_after_alloc(request("d"), blocks([1, 2, 3, 13, 12]), 0)
     assert decode.scheduler.reset_cache() is True
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
 
 
 @pytest.fixture
-def loading(connector: ModuleType) -> Iterator[SimpleNamespace]:
+def loading(connector: ModuleType) -> SimpleNamespace:
     """An engine that loads a prompt, and its core, whose eighth step computes."""
     from vllm.v1.engine.core import EngineCoreProc  # pyright: ignore
 
-    prefill, decode = (
-        Engine(connector, in_process=True, step_while_loading=True) for _ in range(2)
-    )
+    prefill, decode = (Engine(connector, step_while_loading=True) for _ in range(2))
     decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
     steps: list[str] = []
 
@@ -769,9 +763,7 @@ def loading(connector: ModuleType) -> Iterator[SimpleNamespace]:
         return ({0: f"output {len(steps)}"}, False) if len(steps) < 8 else (None, True)
 
     core = EngineCoreProc(decode.scheduler, take_step)
-    yield SimpleNamespace(core=core, steps=steps, scheduler=decode.scheduler, decode=decode)
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
+    return SimpleNamespace(core=core, steps=steps, scheduler=decode.scheduler, decode=decode)
 
 
 @pytest.mark.parametrize("name", ["step", "step_with_batch_queue"])
@@ -785,8 +777,7 @@ def test_an_engine_that_only_loads_takes_its_next_step_at_once(loading: SimpleNa
 
 def test_an_engine_with_nothing_to_load_takes_one_step(loading: SimpleNamespace):
     loaded(loading.decode)
-    given = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 13, 12],))
-    loading.scheduler.update_state_after_alloc(request("d"), given, 0)
+    loading.scheduler.update_state_after_alloc(request("d"), blocks([1, 2, 3, 13, 12]), 0)
     assert loading.core.step() == ({0: "output 1"}, False)
 
 
@@ -832,7 +823,7 @@ def test_an_engine_in_its_users_process_is_stepped_by_the_user(
 
 def test_a_producer_takes_nothing_over(connector: ModuleType):
     """vLLM gives a producer's blocks away while a step still writes to them."""
-    prefill = Engine(connector, in_process=True)
+    prefill = Engine(connector)
     config = vllm_config()
     config.kv_transfer_config.is_kv_consumer = False
     producer = connector.KvstowConnector(config, Role.SCHEDULER, cache_config())
@@ -840,7 +831,6 @@ def test_a_producer_takes_nothing_over(connector: ModuleType):
     producer.on_new_request(asking)
     assert producer.get_num_new_matched_tokens(asking, 0) == (0, False)
     assert producer._scheduler.counts["refused_requests"] == 1
-    prefill.worker.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -870,7 +860,7 @@ def test_steps_that_may_still_write_to_blocks_are_waited_for(
 def test_nothing_is_pulled_while_steps_write_to_its_blocks(
     connector: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
-    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill, decode = (Engine(connector) for _ in range(2))
     steps = SimpleNamespace(over=False)
 
     def until_steps_are_over() -> Iterator[None]:
@@ -887,8 +877,6 @@ def test_nothing_is_pulled_while_steps_write_to_its_blocks(
     steps.over = True
     assert loaded(decode).failed_recving == set()
     assert torch.equal(decode.views["b"][1], prefill.views["b"][7])
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -896,26 +884,21 @@ def test_loads_begin_when_the_device_computes_and_on_a_cpu_before(
     connector: ModuleType, device: str
 ):
     """A CPU computes within vLLM's call: what begins after it has waited for the whole step."""
-    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill, decode = (Engine(connector) for _ in range(2))
     side = decode.worker._worker_side
     assert not side._beside_steps
     side._beside_steps = device == "cuda"
     decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
-    output = SimpleNamespace(
-        total_num_scheduled_tokens=0, num_scheduled_tokens={}, kv_connector_block_state=None
-    )
-    decode.worker.bind_connector_metadata(decode.scheduler.build_connector_meta(output))
+    decode.worker.bind_connector_metadata(decode.scheduler.build_connector_meta(plan()))
     assert len(side.pulls) == (device == "cpu")
     decode.worker.start_load_kv(None)
     assert len(side.pulls) == 1
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
 
 
 def test_a_step_whose_loads_the_engine_has_not_called_for_loads_with_the_next(
     connector: ModuleType,
 ):
-    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill, decode = (Engine(connector) for _ in range(2))
     decode.worker._worker_side._beside_steps = True
     start_load_kv, decode.worker.start_load_kv = decode.worker.start_load_kv, lambda _: None
     decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
@@ -923,8 +906,6 @@ def test_a_step_whose_loads_the_engine_has_not_called_for_loads_with_the_next(
     assert len(decode.worker._worker_side.pulls) == 0
     assert loaded(decode).failed_recving == set()
     decode.worker.start_load_kv = start_load_kv
-    for engine in (prefill, decode):
-        engine.worker.shutdown()
 
 
 def test_blocks_are_held_for_ranks_that_another_connector_hides(connector: ModuleType):
@@ -938,21 +919,11 @@ def test_blocks_are_held_for_ranks_that_another_connector_hides(connector: Modul
     running = request("p", num_computed_tokens=0)
     scheduler.on_new_request(running)
     scheduler.get_num_new_matched_tokens(running, 0)
-    output = SimpleNamespace(
-        total_num_scheduled_tokens=18,
-        num_scheduled_tokens={"p": 18},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda id: ([7, 8, 9, 10, 11],)),
-    )
-    order = scheduler.build_connector_meta(output).step.store
+    order = scheduler.build_connector_meta(plan({"p": 18}, [7, 8, 9, 10, 11])).step.store
     assert order is not None
     for rank, held in ((0, [7, 8, 9, 10]), (1, [])):
-        report = connector.StepResults(stored={order.job: 1})
-        told = SimpleNamespace(
-            kv_connector_worker_meta=connector.KvstowReport(report),
-            finished_sending=None,
-            invalid_block_ids=set(),
-        )
-        scheduler.update_connector_output(told)
+        report = connector.KvstowReport(connector.StepResults(stored={order.job: 1}))
+        scheduler.update_connector_output(told(report))
         assert pool.held == held, rank
 
 
@@ -966,12 +937,8 @@ def test_blocks_that_a_rank_may_still_be_written_to_have_a_reference_in_vllms_po
 
     def tell(*reports: Any) -> None:
         first, second = (connector.KvstowReport(each) for each in reports)
-        told = pickle.loads(pickle.dumps(first.aggregate(second)))
-        scheduler.update_connector_output(
-            SimpleNamespace(
-                kv_connector_worker_meta=told, finished_sending=None, invalid_block_ids=set()
-            )
-        )
+        both = pickle.loads(pickle.dumps(first.aggregate(second)))
+        scheduler.update_connector_output(told(both))
 
     report = connector.StepResults
     tell(report(held={("r0", 1): (7, 8)}), report(held={("r1", 1): (7, 8)}))
@@ -988,7 +955,7 @@ def test_what_was_computed_with_blocks_that_others_failed_to_load_is_not_found(
     connector: ModuleType,
 ):
     """vLLM takes the step back that used them; its rows were on their way by then."""
-    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine = Engine(connector, host_bytes=1 << 20)
     engine.compute(request("p"), [7, 8, 9, 10, 11])
     engine.step(invalid=frozenset({8}))
     drained(engine)
@@ -996,18 +963,16 @@ def test_what_was_computed_with_blocks_that_others_failed_to_load_is_not_found(
     engine.compute(request("again"), [14, 15, 16, 17, 18])
     drained(engine)
     assert found(engine) == 16
-    engine.worker.shutdown()
 
 
 def test_rows_are_stored_though_the_engine_does_not_tell_the_end_of_a_step(connector: ModuleType):
     """So vLLM does on all but the last pipeline rank, with speculative decoding."""
-    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine = Engine(connector, host_bytes=1 << 20)
     wait_for_save, engine.worker.wait_for_save = engine.worker.wait_for_save, lambda: None
     engine.compute(request("p"), [7, 8, 9, 10, 11])
     drained(engine)
     engine.worker.wait_for_save = wait_for_save
     assert found(engine) == 16
-    engine.worker.shutdown()
 
 
 def test_an_engine_that_is_stepped_by_hand_holds_no_block_after_its_last_step(
@@ -1015,22 +980,18 @@ def test_an_engine_that_is_stepped_by_hand_holds_no_block_after_its_last_step(
 ):
     """vLLM resets its prefix cache only while no block is in use, and no step comes by itself."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine = Engine(connector, host_bytes=1 << 20)
     asking = request("r")
     engine.compute(asking, [1, 2, 3, 4, 5])
-    output = SimpleNamespace(
-        kv_connector_worker_meta=None, finished_sending=None, invalid_block_ids=set[int]()
-    )
-    engine.scheduler.update_connector_output(output)
+    engine.scheduler.update_connector_output(told())
     assert engine.pool.held == []
     assert engine.cache.reset_prefix_cache()
-    engine.worker.shutdown()
 
 
 def test_memory_that_is_registered_anew_takes_the_place_of_the_old(
     connector: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
-    engine, closed = Engine(connector, in_process=True), list[object]()
+    engine, closed = Engine(connector), list[object]()
     close = connector.WorkerSide.close
     monkeypatch.setattr(
         connector.WorkerSide, "close", lambda side: (closed.append(side), close(side))
@@ -1039,7 +1000,6 @@ def test_memory_that_is_registered_anew_takes_the_place_of_the_old(
     engine.worker.register_kv_caches(memory())
     assert engine.worker._worker_side is not first
     assert closed == [first]
-    engine.worker.shutdown()
 
 
 def test_nothing_is_stored_under_an_adapter_whose_files_have_changed(
@@ -1049,7 +1009,7 @@ def test_nothing_is_stored_under_an_adapter_whose_files_have_changed(
     weights = tmp_path / "adapter_model.bin"
     weights.write_bytes(b"one")
     lora = SimpleNamespace(lora_name="a", lora_path=str(tmp_path), lora_int_id=1)
-    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine = Engine(connector, host_bytes=1 << 20)
     running = request("p", lora_request=lora, num_computed_tokens=0)
     engine.scheduler.on_new_request(running)
     engine.scheduler.get_num_new_matched_tokens(running, 0)
@@ -1064,7 +1024,6 @@ def test_nothing_is_stored_under_an_adapter_whose_files_have_changed(
     again = request("d", lora_request=lora)
     engine.scheduler.on_new_request(again)
     assert engine.scheduler.get_num_new_matched_tokens(again, 0) == (0, False)
-    engine.worker.shutdown()
 
 
 def test_an_adapters_files_are_looked_at_once_in_a_step(
@@ -1072,7 +1031,7 @@ def test_an_adapters_files_are_looked_at_once_in_a_step(
 ):
     (tmp_path / "adapter_model.bin").write_bytes(b"one")
     lora = SimpleNamespace(lora_name="a", lora_path=str(tmp_path), lora_int_id=1)
-    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine = Engine(connector, host_bytes=1 << 20)
     for id in ("p", "q"):
         asking = request(id, lora_request=lora, num_computed_tokens=0)
         engine.scheduler.on_new_request(asking)
@@ -1085,12 +1044,11 @@ def test_an_adapters_files_are_looked_at_once_in_a_step(
     assert looked == [lora]
     engine.step({"p": 3}, [7, 8, 9, 10, 11])
     assert looked == [lora], "no block is full that was not before"
-    engine.worker.shutdown()
 
 
 def test_tables_are_not_read_while_no_more_can_be_stored(connector: ModuleType):
     """What found no room is looked at again when there is some."""
-    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine = Engine(connector, host_bytes=1 << 20)
     running = request("p", num_computed_tokens=0)
     engine.scheduler.on_new_request(running)
     engine.scheduler._scheduler_side.recall.stores._max_rows = 2
@@ -1108,7 +1066,6 @@ def test_tables_are_not_read_while_no_more_can_be_stored(connector: ModuleType):
         )
         engine.scheduler.build_connector_meta(output)
     assert read == ["p"]
-    engine.worker.shutdown()
 
 
 # ── events ────────────────────────────────────────────────────────────────────────────
@@ -1147,31 +1104,28 @@ def test_rows_that_come_to_host_and_disk_are_told_by_vllms_hashes(
         assert event.parent_block_hash is None
         assert event.token_ids == PROMPT[:16]
         assert (event.block_size, event.group_idx) == (4, 0)
-    engine.worker.shutdown()
 
 
 def test_a_restarted_engine_tells_of_what_a_request_finds_on_disk(
     connector: ModuleType, tmp_path: Path
 ):
     tiers = {"host_bytes": 1 << 20, "disk_path": str(tmp_path), "disk_bytes": 1 << 24}
-    first = Engine(connector, in_process=True, events=True, **tiers)
+    first = Engine(connector, events=True, **tiers)
     first.compute(request("p"), [7, 8, 9, 10, 11])
     events_of(first, 2)
     first.worker.shutdown()
-    second = Engine(connector, in_process=True, events=True, **tiers)
+    second = Engine(connector, events=True, **tiers)
     second.scheduler.on_new_request(request("d"))
     (event,) = events_of(second, 1)
     assert isinstance(event, BlockStored)
     assert (event.medium, event.token_ids) == ("STORAGE", PROMPT[:16])
-    second.worker.shutdown()
 
 
 def test_events_are_off_unless_asked_for(connector: ModuleType):
-    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine = Engine(connector, host_bytes=1 << 20)
     engine.compute(request("p"), [7, 8, 9, 10, 11])
     engine.step()
     assert list(engine.scheduler.take_events()) == []
-    engine.worker.shutdown()
 
 
 def test_events_without_a_publisher_or_without_tiers_are_refused(
@@ -1218,12 +1172,10 @@ def test_kvstow_why_explains_prompts_that_the_engine_has_served(
     connector: ModuleType, tmp_path: Path, journal: str
 ):
     tiers = {"host_bytes": 1 << 20, "disk_path": str(tmp_path), "disk_bytes": 1 << 24}
-    engine = Engine(connector, in_process=True, journal=journal, **tiers)
+    engine = Engine(connector, journal=journal, **tiers)
     engine.compute(request("p"), [7, 8, 9, 10, 11])
     drained(engine)
-    engine.worker.shutdown()
-    engine.scheduler.shutdown()
-
+    engine.end()
     assert why(tmp_path, PROMPT)["reason"] == "found"
     changed = [*PROMPT[:9], 7, *PROMPT[10:]]
     found = why(tmp_path, changed)
@@ -1247,12 +1199,11 @@ def test_salt_and_adapter_of_an_engines_requests_are_told_apart(
     connector: ModuleType, tmp_path: Path
 ):
     tiers = {"host_bytes": 1 << 20, "disk_path": str(tmp_path), "disk_bytes": 1 << 24}
-    engine = Engine(connector, in_process=True, **tiers)
+    engine = Engine(connector, **tiers)
     lora = SimpleNamespace(lora_name="poems", lora_path="/nowhere", lora_int_id=1)
     engine.compute(request("p", cache_salt="me", lora_request=lora), [7, 8, 9, 10, 11])
     drained(engine)
-    engine.worker.shutdown()
-    engine.scheduler.shutdown()
+    engine.end()
     found = why(tmp_path, PROMPT)
     assert (found["reason"], {each["field"] for each in found["differences"]}) == (
         "adapter",
@@ -1269,17 +1220,15 @@ def test_the_log_says_at_debug_level_why_a_request_found_no_more(
     monitored = logging.getLogger("kvstow")
     monitored.addHandler(caplog.handler)
     tiers = {"host_bytes": 1 << 20, "journal_path": str(tmp_path), "journal": "tokens"}
-    engine = Engine(connector, in_process=True, **tiers)
+    engine = Engine(connector, **tiers)
     engine.compute(request("p"), [7, 8, 9, 10, 11])
     drained(engine)
     changed = [*PROMPT[:9], 7, *PROMPT[10:]]
     asking = request("d", all_token_ids=changed)
     engine.scheduler.on_new_request(asking)
     assert engine.scheduler.get_num_new_matched_tokens(asking, 0) == (8, True)
-    given = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
-    engine.scheduler.update_state_after_alloc(asking, given, 8)
-    engine.worker.shutdown()
-    engine.scheduler.shutdown()
+    engine.scheduler.update_state_after_alloc(asking, blocks([1, 2]), 8)
+    engine.end()
     monitored.removeHandler(caplog.handler)
     lines = [record.getMessage() for record in caplog.records if "tokens are found" in record.msg]
     assert lines[0].startswith("request p: 0 of 17 tokens are found: ")

@@ -17,8 +17,8 @@ from kvstow.adapters.vllm.cache.layout import (
     adopted,
     axes_of,
     declaration,
-    declared_groups,
     declared_layout,
+    declared_order,
     wanted_layout,
 )
 from kvstow.adapters.vllm.cache.pages import (
@@ -145,7 +145,7 @@ def test_memory_in_another_order_than_declared_is_refused():
 
 def test_an_order_that_nobody_knows_is_refused():
     with pytest.raises(MemoryLayoutError, match="'NHD'"):
-        declared_groups(smollm2("NHD"))
+        declared_order("NHD")
 
 
 def test_a_layer_without_a_place_is_refused():

@@ -61,7 +61,7 @@ class CacheDeclaration:
     """Everything the engine says of one rank's cache. `groups` share one set of block ids."""
 
     identity: Identity
-    order: str
+    order: Order
     num_blocks: int
     groups: tuple[tuple[DeclaredPage, ...], ...]
     regions: tuple[DeclaredRegion, ...]
@@ -79,11 +79,10 @@ def declared_order(name: str | None) -> Order:
 
 def declared_groups(declaration: CacheDeclaration) -> tuple[Group, ...]:
     """The engine's groups, in its order."""
-    order = declared_order(declaration.order)
     return tuple(
         Group(
             name=f"{short_name(pages[0].retention)}.{g}",
-            layers=tuple(_spec(page, order) for page in pages),
+            layers=tuple(_spec(page, declaration.order) for page in pages),
         )
         for g, pages in enumerate(declaration.groups)
     )
@@ -100,9 +99,8 @@ def declared_layout(declaration: CacheDeclaration, *, base_align: int) -> Layout
     `base_align` is what the allocation's address is a multiple of. Refuses declarations that
     contradict themselves; `Arena.adopt` then compares with the memory itself.
     """
-    order = declared_order(declaration.order)
     groups = declared_groups(declaration)
-    places = _places(declaration, order)
+    places = _places(declaration, declaration.order)
     named = [layer.name for group in groups for layer in group.layers]
     if sorted(named) != sorted(places):
         raise MemoryLayoutError(
@@ -123,7 +121,7 @@ def declared_layout(declaration: CacheDeclaration, *, base_align: int) -> Layout
     return Layout(
         model=declaration.identity.model,
         identity=declaration.identity,
-        order=order,
+        order=declaration.order,
         groups=rows,
         num_slabs=declaration.num_blocks,
         nbytes=sizes.pop(),
@@ -322,7 +320,7 @@ def _spec_of(group: CacheGroup, layer: str) -> Any:
 
 def adopted(declared: CacheDeclaration, tensors: Mapping[str, torch.Tensor]) -> Arena:
     """An arena over vLLM's memory, once addresses and strides are what was declared."""
-    order = declared_order(declared.order)
+    order = declared.order
     pages = {page.layer: page for group in declared.groups for page in group}
     names = list(pages)
     missing = [name for name in names if name not in tensors]

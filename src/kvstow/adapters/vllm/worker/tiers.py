@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
+from typing import Generic, TypeVar
 
 from kvstow.adapters.vllm.counts import Count, EngineCounts
 from kvstow.adapters.vllm.options import ConnectorOptions
@@ -58,11 +59,14 @@ STORE_SECONDS = 10.0
 """How long an engine that is stepped by hand waits for its rows to be stored."""
 
 
+Order = TypeVar("Order", StoreBlocks, LoadBlocks)
+
+
 @dataclass(slots=True, eq=False)
-class TierJob:
+class TierJob(Generic[Order]):
     """Rows on their way to or from the tiers: a part per group."""
 
-    order: StoreBlocks | LoadBlocks
+    order: Order
     parts: list[MoverJob] = field(default_factory=list[MoverJob])
     error: StoreError | None = None
     begun: float = field(default_factory=time.monotonic)
@@ -100,7 +104,6 @@ class KeptKeys:
         self._group = {there: here for here, there in enumerate(groups)}
         self._there = tuple(groups)
         self._touched: deque[tuple[int, Sequence[bytes]]] = deque()
-        self._told: tuple[dict[bytes, int], ...] = tuple({} for _ in groups)
         self.below: tuple[set[bytes], ...] = tuple(set[bytes]() for _ in groups)
         """Per group of the tiers, rows on disk, as far as they were looked up."""
 
@@ -115,23 +118,17 @@ class KeptKeys:
             group, keys = self._touched.popleft()
             touched.setdefault(group, {}).update(dict.fromkeys(keys))
         return {
-            self._group[group]: changed
+            self._group[group]: (tuple(keys), self._levels(group, list(keys)))
             for group, keys in touched.items()
-            if (changed := self._changed(group, list(keys)))[0]
         }
 
-    def _changed(self, group: int, keys: Sequence[bytes]) -> tuple[tuple[bytes, ...], bytes]:
+    def _levels(self, group: int, keys: Sequence[bytes]) -> bytes:
         assert self.host is not None
-        near, told = self.host.contains(group, keys), self._told[self._group[group]]
-        news: dict[bytes, int] = {}
-        for key, here in zip(keys, near.tolist(), strict=True):
-            level = Level.HOST if here else Level(key in self.below[group])
-            if level != told.get(key, Level.GONE):
-                news[key] = level
-        told.update(news)
-        for key in [key for key, level in news.items() if level == Level.GONE]:
-            del told[key]
-        return tuple(news), bytes(news.values())
+        near, below = self.host.contains(group, keys).tolist(), self.below[group]
+        return bytes(
+            Level.HOST if here else Level(key in below)
+            for key, here in zip(keys, near, strict=True)
+        )
 
 
 class DiskWatch:
@@ -225,8 +222,8 @@ class WorkerTiers(RankPart):
         self._is_here = arena.device.type == "cuda"
         self._after_steps = after_steps
         self._by_hand = by_hand
-        self._stores: list[TierJob] = []
-        self._loads: list[TierJob] = []
+        self._stores: list[TierJob[StoreBlocks]] = []
+        self._loads: list[TierJob[LoadBlocks]] = []
         self._look_ups = ThreadPoolExecutor(1, "kvstow-look-up") if self._remote else None
         self._answers: deque[KeysPresent] = deque()
         self._reasons: Counter[str] = Counter()
@@ -275,11 +272,11 @@ class WorkerTiers(RankPart):
         for job in stored:
             self._note_store(job)
         loaded, self._loads = _parted(self._loads)
-        lost = {_request(job) for job in loaded if not self._is_restored(job)}
+        lost = {job.order.request for job in loaded if not self._is_restored(job)}
         self._note_reasons()
-        results.received |= set(map(_request, loaded))
+        results.received |= {job.order.request for job in loaded}
         results.failed |= lost
-        results.stored.update(job.order.job for job in stored if isinstance(job.order, StoreBlocks))
+        results.stored.update(job.order.job for job in stored)
         results.changes += self._changes()
         for _ in range(len(self._answers)):
             answer = self._answers.popleft()
@@ -314,9 +311,9 @@ class WorkerTiers(RankPart):
 
     def _begin(
         self,
-        order: StoreBlocks | LoadBlocks,
+        order: Order,
         move: Callable[[int, Sequence[bytes], Sequence[int]], MoverJob],
-    ) -> TierJob:
+    ) -> TierJob[Order]:
         job = TierJob(order)
         for group, (keys, ids) in order.rows.items():
             try:
@@ -334,27 +331,25 @@ class WorkerTiers(RankPart):
         here = self._is_here and not behind
         return self._mover.load(group, keys, ids, after_stream=behind, here=here)
 
-    def _note_store(self, job: TierJob) -> None:
+    def _note_store(self, job: TierJob[StoreBlocks]) -> None:
         self._counts[Count.STORED_ROWS] += job.num_moved
         if job.fault is not None:
             log.warning("store failed: %s", job.fault)
             self._counts[Count.STORE_FAILURES] += 1
 
-    def _is_restored(self, job: TierJob) -> bool:
+    def _is_restored(self, job: TierJob[LoadBlocks]) -> bool:
         """Whether all rows of a load have come."""
-        order = job.order
-        assert isinstance(order, LoadBlocks)
         for part in job.parts:
             self._forget(self._groups[part.group], chosen(part.keys, ~part.moved))
         if job.num_damaged:
             self._counts[Count.DAMAGED_ROWS] += job.num_damaged
         if job.fault is None and not job.num_lost:
-            self._counts[Count.RESTORED_TOKENS] += order.num_tokens
+            self._counts[Count.RESTORED_TOKENS] += job.order.num_tokens
             self._counts.seconds[Count.LOAD_SECONDS].append(time.monotonic() - job.begun)
             return True
         log.warning(
             "request %s: restore failed: %s",
-            order.request,
+            job.order.request,
             job.fault
             or f"{job.num_lost - job.num_damaged} rows were gone when they were fetched, "
             f"{job.num_damaged} were damaged",
@@ -430,12 +425,9 @@ class WorkerTiers(RankPart):
         )
 
 
-def _request(job: TierJob) -> str:
-    assert isinstance(job.order, LoadBlocks)
-    return job.order.request
-
-
-def _parted(jobs: Sequence[TierJob]) -> tuple[list[TierJob], list[TierJob]]:
+def _parted(
+    jobs: Sequence[TierJob[Order]],
+) -> tuple[list[TierJob[Order]], list[TierJob[Order]]]:
     """Jobs that are over, and the others; each is asked once, for it may end meanwhile."""
     over = [job.is_over for job in jobs]
     ended = [job for job, is_over in zip(jobs, over, strict=True) if is_over]
