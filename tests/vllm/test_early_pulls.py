@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import Launch, Server, running
+from serving import Launch, Server, running, shows
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -63,6 +63,7 @@ def test_a_prompt_is_here_when_its_request_is_planned(pair: list[Server], count:
     assert grown(pair[1], before, "early_pulls accepted", 1) == 1
     whole = (count - 1) // BLOCK * BLOCK
     assert grown(pair[1], before, "pulled_tokens", whole) == whole
+    shows("full attention", "hand-over")
 
 
 def test_what_is_here_already_is_not_pulled_again(pair: list[Server]):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Launch, Server, running
+from serving import Launch, Server, running, shows
 
 from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.plan import manifest
@@ -40,6 +40,7 @@ class Tiny:
     """A model to serve: its configuration's file, and what is special about it."""
 
     file: str
+    kind: str
     what: str
     lengths: tuple[int, ...] = (5, BLOCK, BLOCK + 1, 255, 256, 300, 383, 506, 512)
     dtype: str = "float32"
@@ -51,15 +52,20 @@ WHOLE_BLOCKS_AND_ONE = (BLOCK + 1, 2 * BLOCK + 1, 3 * BLOCK + 1)
 where prefill and decode of one engine give slightly different numbers, these agree."""
 
 MODELS = {
-    "gpt-oss": Tiny("gptoss", "windows of 128, sinks"),
-    "Llama 4": Tiny("llama4", "chunks of 256"),
-    "Gemma 3n": Tiny("gemma3n", "windows of 128, two layers read others' caches"),
-    "DeepSeek-V3": Tiny("dsv3", "latents", WHOLE_BLOCKS_AND_ONE),
-    "Qwen3-Next": Tiny("qwen3next", "gated delta nets", WHOLE_BLOCKS_AND_ONE, "bfloat16"),
+    "gpt-oss": Tiny("gptoss", "windows, chunks", "windows of 128, sinks"),
+    "Llama 4": Tiny("llama4", "windows, chunks", "chunks of 256"),
+    "Gemma 3n": Tiny(
+        "gemma3n", "windows, chunks", "windows of 128, two layers read others' caches"
+    ),
+    "DeepSeek-V3": Tiny("dsv3", "latents (MLA)", "latents", WHOLE_BLOCKS_AND_ONE),
+    "Qwen3-Next": Tiny(
+        "qwen3next", "recurrent states", "gated delta nets", WHOLE_BLOCKS_AND_ONE, "bfloat16"
+    ),
 }
 
 V4 = Tiny(
     "v4",
+    "DeepSeek-V4",
     "latents, 4 or 128 tokens in one, and an index of them",
     (130, 200, 257, 300, 385, 506),
     "bfloat16",
@@ -205,6 +211,7 @@ def test_decode_continues_as_one_engine_would(pair: Pair) -> None:
         "descriptors": int(moved["pull_descriptors"]),
         "bytes": int(moved["pulled_bytes"]),
     }
+    shows(pair.tiny.kind, "hand-over")
 
 
 def test_a_shorter_prompt_after_a_handover_finds_nothing_that_was_left_behind(pair: Pair) -> None:
@@ -266,3 +273,4 @@ def test_a_prefix_that_was_driven_out_comes_back(pair: Pair) -> None:
     assert restored >= 2 * BLOCK
     assert pair.decode.counts().get("restore_failures", 0) == 0
     pair.found["came back"] = {"tokens": int(restored), "of": length}
+    shows(pair.tiny.kind, "offload")

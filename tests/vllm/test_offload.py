@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import Launch, Server, running
+from serving import Launch, Server, running, shows
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -56,6 +56,7 @@ def test_a_prefix_that_was_driven_out_comes_back_from_the_tiers(
     assert server.text(prompt(0), max_tokens=12) == texts[0]
     assert server.await_count("restored_tokens", 5 * BLOCK) == 5 * BLOCK
     assert server.counts().get("restore_failures", 0) == 0
+    shows("full attention", "offload")
 
 
 def test_a_prefix_in_common_comes_back_as_far_as_it_is_common(server: Server):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import shows
 from tiny import Remote, started
 from vllm_engines import GEMMA, LLAMA, SMALL, Prompts
 
@@ -98,6 +99,7 @@ def test_windows_come_back_at_every_length(gemma: Remote, length: int):
     before = gemma.counts()
     assert text(gemma, prompt) == first
     assert grown(gemma, before, "restored_tokens") == (length - 1) // BLOCK * BLOCK
+    shows("windows, chunks", "offload")
 
 
 def test_damaged_shared_memory_never_changes_what_is_said(llama: Remote, shared: str):

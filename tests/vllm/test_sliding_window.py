@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from serving import Launch, Server, running
+from serving import Launch, Server, running, shows
 
 import recorded_vllm
 from kvstow.adapters.vllm.cache.layout import declared_layout
@@ -78,6 +78,7 @@ def test_decode_continues_as_one_server_would(pair: list[Server], words: list[in
     text = decode.text(prompt, max_tokens=12, kv_transfer_params=params)
     assert text == prefill.text(prompt, max_tokens=12)
     assert decode.await_count("pulls accepted", before + 1) == before + 1
+    shows("windows, chunks", "hand-over")
 
 
 def test_past_the_window_only_the_window_is_offered(pair: list[Server], words: list[int]):

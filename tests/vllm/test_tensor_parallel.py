@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from serving import Launch, Server, free_port, running
+from serving import Launch, Server, free_port, running, shows
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
@@ -117,6 +117,7 @@ def test_every_rank_takes_over_and_the_lease_ends_with_the_last(pair: Pair):
         ended = before[pair.prefill].get("lease_ends read", 0) + producers
         assert pair.prefill.await_count("lease_ends read", ended) == ended
         assert "lease_ends expired" not in pair.prefill.counts()
+    shows({"llama": "full attention", "hybrid": "recurrent states"}[pair.kind], "other tp")
 
 
 def test_another_beginning_changes_the_first_tokens(pair: Pair):

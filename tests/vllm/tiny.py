@@ -20,13 +20,20 @@ class FewBlocks(EngineOptions):
     cpu: bool = True
     num_blocks: int
     ranks: int = 1
+    draft: str = ""
+    """A model that drafts two tokens by EAGLE."""
 
     def arguments(self) -> dict[str, Any]:
-        return super().arguments() | {
-            "load_format": "auto",
-            "num_gpu_blocks_override": self.num_blocks,
-            "tensor_parallel_size": self.ranks,
-        }
+        drafts = {"method": "eagle", "model": self.draft, "num_speculative_tokens": 2}
+        return (
+            super().arguments()
+            | {
+                "load_format": "auto",
+                "num_gpu_blocks_override": self.num_blocks,
+                "tensor_parallel_size": self.ranks,
+            }
+            | ({"speculative_config": drafts} if self.draft else {})
+        )
 
 
 def checkpoint(folder: Path, config: dict[str, Any], seed: int = 1) -> Path:

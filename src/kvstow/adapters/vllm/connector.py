@@ -20,7 +20,7 @@ from kvstow.adapters.vllm.bases import (
     TransferResults,
     WorkerMetadata,
 )
-from kvstow.adapters.vllm.cache.layout import adopted, declaration, declared_groups, wanted_layout
+from kvstow.adapters.vllm.cache.layout import adopted, declaration, declared_groups, required_layout
 from kvstow.adapters.vllm.engine import (
     BlockPool,
     CacheConfig,
@@ -154,8 +154,8 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: EngineConfig) -> str | None:
         """Rows, where the attention backend reads them; vLLM falls back to its own otherwise."""
-        given = vllm_config.kv_transfer_config.kv_connector_extra_config
-        return wanted_layout(vllm_config, ConnectorOptions.of(given))
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        return required_layout(vllm_config, ConnectorOptions.of(options))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvstowStats:
@@ -426,7 +426,7 @@ def _num_filled(request: Request) -> int:
 
 def _log_with_vllm() -> None:
     """What kvstow logs goes where vLLM's own lines go."""
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvstow")
-    if not ours.handlers:
-        ours.handlers, ours.propagate = list(theirs.handlers), False
-        ours.setLevel(theirs.getEffectiveLevel())
+    vllm_log, kvstow_log = logging.getLogger("vllm"), logging.getLogger("kvstow")
+    if not kvstow_log.handlers:
+        kvstow_log.handlers, kvstow_log.propagate = list(vllm_log.handlers), False
+        kvstow_log.setLevel(vllm_log.getEffectiveLevel())

@@ -265,10 +265,10 @@ def check_engine(connector: type, base: type, own: Sequence[str]) -> None:
         for where, name, used in REQUIRED
         for attribute in _missing(where, name, used)
     ]
-    known = dir(base)
+    inherited = dir(base)
     public = [name for name in vars(connector) if not name.startswith("_")]
     missing += [
-        f"{base.__name__}.{name}" for name in public if name not in known and name not in own
+        f"{base.__name__}.{name}" for name in public if name not in inherited and name not in own
     ]
     if missing:
         raise SpecError(
@@ -292,10 +292,10 @@ def check_sleep(vllm_config: EngineConfig, base: type, hooks: Sequence[str]) -> 
 def _missing(where: str, name: str, used: type) -> list[str]:
     """Names that a class does not have; an empty one where the class itself is missing."""
     try:
-        found = getattr(import_module(where), name, None)
+        cls = getattr(import_module(where), name, None)
     except ImportError:
-        found = None
-    return [""] if found is None else sorted(names_of(used) - _offered(found))
+        cls = None
+    return [""] if cls is None else sorted(names_of(used) - _offered(cls))
 
 
 def names_of(protocol: type) -> set[str]:

@@ -83,7 +83,7 @@ def identity_of(vllm_config: EngineConfig, options: ConnectorOptions) -> Identit
             "numbers\n\nhint: use a checkpoint with scales, without --calculate-kv-scales"
         )
     cpu = vllm_config.device_config.device_type == "cpu"
-    found = Identity.of(
+    identity = Identity.of(
         _checkpoint(vllm_config),
         model=name,
         kv_dtype=kv_dtype,
@@ -92,7 +92,7 @@ def identity_of(vllm_config: EngineConfig, options: ConnectorOptions) -> Identit
         weight_files=WEIGHT_FILES.get(str(vllm_config.load_config.load_format), ""),
     )
     running = config_fields({"run": _settings(vllm_config, seen=True)})
-    return replace(found, config=tuple(sorted((*found.config, *running))))
+    return replace(identity, config=tuple(sorted((*identity.config, *running))))
 
 
 def _settings(vllm_config: EngineConfig, *, seen: bool) -> dict[str, Any]:

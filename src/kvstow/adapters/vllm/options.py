@@ -115,10 +115,10 @@ class ConnectorOptions:
         """
         options = _in_our_words(options)
         options.setdefault("listen", _side_channel(environ, num_engines))
-        known = [field.name for field in fields(ConnectorOptions)]
-        for name in options.keys() - known:
+        names = [field.name for field in fields(ConnectorOptions)]
+        for name in options.keys() - names:
             hint = f"\n\nhint: {FOREIGN[name]}" if name in FOREIGN else ""
-            raise SpecError(f"option {name!r} is none of {', '.join(known)}{hint}")
+            raise SpecError(f"option {name!r} is none of {', '.join(names)}{hint}")
         try:
             return msgspec.convert(options, ConnectorOptions)
         except msgspec.ValidationError as error:

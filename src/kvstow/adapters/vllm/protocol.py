@@ -385,18 +385,18 @@ class LoadLimits(msgspec.Struct, frozen=True):
 def request_of(request: Request, adapters: AdapterNames | None = None) -> EngineRequest:
     """A request of vLLM's, as a plain value. `adapters` are those that its engine has used."""
     adapter = request.lora_request
-    known = (adapters or AdapterNames()).name(adapter) if adapter else ""
+    name = (adapters or AdapterNames()).name(adapter) if adapter else ""
     return EngineRequest(
         id=request.request_id,
         tokens=request.all_token_ids,
         params=request.kv_transfer_params,
-        adapter=known or "",
+        adapter=name or "",
         salt=request.cache_salt or "",
         extra=tuple(
             (part.mm_position.offset, str(part.identifier).encode())
             for part in request.mm_features or ()
         ),
-        shareable=request.prompt_embeds is None and not request.resumable and known is not None,
+        shareable=request.prompt_embeds is None and not request.resumable and name is not None,
         hashes=request.block_hashes,
         adapter_name=adapter.lora_name if adapter else "",
         kv_hints=request.kv_hints,

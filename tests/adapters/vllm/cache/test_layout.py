@@ -19,7 +19,7 @@ from kvstow.adapters.vllm.cache.layout import (
     declaration,
     declared_layout,
     declared_order,
-    wanted_layout,
+    required_layout,
 )
 from kvstow.adapters.vllm.cache.pages import (
     AFTER_LAST_TOKEN,
@@ -385,7 +385,7 @@ def test_rows_are_not_asked_for_where_kernels_cannot_view_them(device, mla, aske
         device_config=SimpleNamespace(device_type=device),
         model_config=SimpleNamespace(use_mla=mla),
     )
-    assert wanted_layout(config, ConnectorOptions(layout=asked)) == wanted
+    assert required_layout(config, ConnectorOptions(layout=asked)) == wanted
 
 
 def mixer(spec: Any, tp: tuple[int, int]) -> DeclaredPage:

@@ -18,17 +18,17 @@ def levels(*each: Level) -> bytes:
 def test_a_row_counts_at_the_level_at_which_every_rank_has_it():
     known = KeyIndex(1)
     known.expect(["0", "1"])
-    known.told("0", {0: ((A, B, C), levels(Level.HOST, Level.HOST, Level.BELOW))})
+    known.update("0", {0: ((A, B, C), levels(Level.HOST, Level.HOST, Level.BELOW))})
     assert known.levels(0, [A, B, C]).tolist() == [0, 0, 0]
-    known.told("1", {0: ((A, B), levels(Level.HOST, Level.BELOW))})
+    known.update("1", {0: ((A, B), levels(Level.HOST, Level.BELOW))})
     assert known.levels(0, [A, B, C]).tolist() == [Level.HOST, Level.BELOW, Level.GONE]
     assert [known.has(0, key) for key in (A, B, C)] == [True, True, False]
 
 
 def test_a_row_that_one_rank_has_given_up_is_gone():
     known = KeyIndex(1)
-    known.told("0", {0: ((A,), levels(Level.HOST))})
-    known.told("0", {0: ((A,), levels(Level.GONE))})
+    known.update("0", {0: ((A,), levels(Level.HOST))})
+    known.update("0", {0: ((A,), levels(Level.GONE))})
     assert not known.has(0, A)
     assert known.levels(0, [A]).tolist() == [Level.GONE]
 

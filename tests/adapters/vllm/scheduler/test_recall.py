@@ -59,7 +59,7 @@ ALL = [0, 1, 2, 3, 4, 5]
 
 def test_the_engine_is_answered_at_once_from_what_workers_have_told():
     recall, _ = made()
-    recall.known.told("0", kept(ALL, ALL))
+    recall.index.update("0", kept(ALL, ALL))
     assert recall.ask(asked("d")) is None
     assert recall.matched("d", 0) == 24
     assert recall.matched("d", 8) == 16
@@ -81,14 +81,14 @@ def test_a_hit_needs_all_blocks_of_full_groups_and_the_last_ones_of_windows(
     full: list[int], window: list[int], tokens: int
 ):
     recall, _ = made()
-    recall.known.told("0", kept(window, full))
+    recall.index.update("0", kept(window, full))
     recall.ask(asked("d"))
     assert recall.matched("d", 0) == tokens
 
 
 def test_only_what_the_engine_lacks_is_brought_back_and_never_into_null_blocks():
     recall, _ = made()
-    recall.known.told("0", kept(ALL, ALL))
+    recall.index.update("0", kept(ALL, ALL))
     recall.ask(asked("d"))
     assert recall.matched("d", 8) == 16
     order = recall.order("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 8, 24)
@@ -118,7 +118,7 @@ def test_a_request_may_limit_what_is_loaded_in_vllms_words(
 ):
     """What is not written as vLLM writes it limits nothing."""
     recall, _ = made()
-    recall.known.told("0", kept(ALL, ALL))
+    recall.index.update("0", kept(ALL, ALL))
     recall.ask(asked("d", params=params))
     assert recall.matched("d", computed) == tokens
 
@@ -130,8 +130,8 @@ def test_tiers_that_a_request_leaves_out_are_not_asked_for_it(
     medium: str | None, is_asked: bool, tokens: int
 ):
     recall, _ = made(WITH_DISK)
-    recall.known.told("0", kept(ALL, ALL, Level.BELOW))
-    recall.known.told("0", kept([0, 1], [0, 1]))
+    recall.index.update("0", kept(ALL, ALL, Level.BELOW))
+    recall.index.update("0", kept([0, 1], [0, 1]))
     lookup = recall.ask(asked("d", params={"kv_load_tiers": [{"medium": medium}]}))
     assert (lookup is not None) == is_asked
     if lookup is not None:
@@ -154,8 +154,8 @@ def test_tokens_of_a_load_are_told_by_the_tier_that_has_them(
 ):
     """Of rows whose tier is not known, a remote store's may have been found by a look-up."""
     recall, _ = made(options)
-    recall.known.told("0", kept(below, below, Level.BELOW))
-    recall.known.told("0", kept(host, host))
+    recall.index.update("0", kept(below, below, Level.BELOW))
+    recall.index.update("0", kept(host, host))
     recall.ask(asked("d"))
     ids = ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6))
     assert recall.load("d", ids, 0, 24) == hits
@@ -163,7 +163,7 @@ def test_tokens_of_a_load_are_told_by_the_tier_that_has_them(
 
 def test_a_load_is_tried_once_until_the_request_has_computed():
     recall, _ = made()
-    recall.known.told("0", kept(ALL, ALL))
+    recall.index.update("0", kept(ALL, ALL))
     recall.ask(asked("d"))
     recall.matched("d", 0)
     recall.order("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 0, 24)
@@ -174,7 +174,7 @@ def test_a_load_is_tried_once_until_the_request_has_computed():
 
 def test_rows_on_disk_count_when_the_workers_have_confirmed_them():
     recall, _ = made(WITH_DISK)
-    recall.known.told("0", kept(ALL, ALL, Level.BELOW))
+    recall.index.update("0", kept(ALL, ALL, Level.BELOW))
     lookup = recall.ask(asked("d"))
     assert lookup is not None
     assert lookup.keys == (tuple(keys()), tuple(keys()))
@@ -186,7 +186,7 @@ def test_rows_on_disk_count_when_the_workers_have_confirmed_them():
 
 def test_a_prompt_that_the_device_holds_does_not_wait_for_a_look_up():
     recall, _ = made(WITH_DISK)
-    recall.known.told("0", kept(ALL, ALL, Level.BELOW))
+    recall.index.update("0", kept(ALL, ALL, Level.BELOW))
     assert recall.ask(asked("d")) is not None
     assert recall.matched("d", 20) is None
     assert recall.matched("d", 24) == 0
@@ -196,7 +196,7 @@ def test_workers_are_not_asked_for_what_is_all_in_host_memory_or_nowhere():
     recall, _ = made(WITH_DISK)
     assert recall.ask(asked("nowhere")) is None
     assert recall.matched("nowhere", 0) == 0
-    recall.known.told("0", kept(ALL, ALL))
+    recall.index.update("0", kept(ALL, ALL))
     assert recall.ask(asked("near")) is None
     assert recall.matched("near", 0) == 24
 
@@ -204,7 +204,7 @@ def test_workers_are_not_asked_for_what_is_all_in_host_memory_or_nowhere():
 def test_workers_of_a_shared_tier_are_asked_for_what_other_processes_may_have():
     recall, _ = made(replace(OFFLOADS, host_shared="name"))
     assert recall.ask(asked("d")) is not None
-    recall.known.told("0", kept(ALL, ALL))
+    recall.index.update("0", kept(ALL, ALL))
     assert recall.ask(asked("e")) is None
 
 
@@ -215,7 +215,7 @@ def test_an_answer_of_long_ago_does_not_hide_what_was_stored_since():
     recall.answer(KeysPresent(request="d", present=((False,) * 6, (False,) * 6)))
     assert recall.matched("d", 0) == 0
     recall.computed("d", 24, ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)))
-    recall.known.told("0", kept(ALL, ALL))
+    recall.index.update("0", kept(ALL, ALL))
     assert recall.matched("d", 0) == 24
 
 
@@ -241,7 +241,7 @@ def test_rows_with_drafts_are_kept_and_found_under_the_token_that_comes_next():
     assert rest is not None
     assert rest.rows[0][1] == (3, 4, 5, 6)
     keys = (*order.rows[0][0], *rest.rows[0][0])
-    recall.known.told("0", {0: (keys, bytes([Level.HOST] * 6))})
+    recall.index.update("0", {0: (keys, bytes([Level.HOST] * 6))})
     for tokens, found in (
         (LONG, 24),
         (LONG[:24], 20),
@@ -294,7 +294,7 @@ def test_rows_that_are_kept_or_under_way_are_not_stored_again():
     recall.computed("b", 16, ((4, 5, 6, 7),))
     assert rows(recall) == {0: [1, 2, 3, 7]}
     recall.stores.stored(1, 1)
-    recall.known.told("0", {0: (tuple(keys()[:4]), bytes([Level.HOST] * 4))})
+    recall.index.update("0", {0: (tuple(keys()[:4]), bytes([Level.HOST] * 4))})
     recall.ask(asked("c", LONG))
     recall.computed("c", 24, ((8, 9, 10, 11, 12, 13),))
     assert rows(recall) == {0: [12, 13]}
@@ -311,7 +311,7 @@ def test_a_preempted_request_comes_back_with_what_it_had_generated():
     order = recall.stores.take()
     assert order is not None
     assert pool.held == set(range(1, 12)), "its blocks are kept though the engine takes them back"
-    recall.known.told("0", {0: (order.rows[0][0], bytes([Level.HOST] * 11))})
+    recall.index.update("0", {0: (order.rows[0][0], bytes([Level.HOST] * 11))})
     recall.stores.stored(order.job, 1)
     assert recall.matched("r", 0) == 44
 
@@ -322,7 +322,7 @@ def test_a_preempted_request_stores_what_it_had_no_room_for_before():
     recall.computed("r", 24, BLOCKS)
     assert rows(recall) == {0: [1, 2]}
     recall.stores.stored(1, 1)
-    recall.known.told("0", {0: (tuple(keys()[:2]), bytes([Level.HOST] * 2))})
+    recall.index.update("0", {0: (tuple(keys()[:2]), bytes([Level.HOST] * 2))})
     assert recall.matched("r", 0) == 8
     recall.computed("r", 24, ((11, 12, 13, 14, 15, 16),))
     assert rows(recall) == {0: [13, 14]}
@@ -426,7 +426,7 @@ def test_window_blocks_are_stored_where_a_return_is_possible_while_the_request_p
             case _:
                 raise AssertionError(group.retention)
     told = {g: (k, bytes([Level.HOST] * len(k))) for g, (k, _) in order.rows.items()}
-    recall.known.told("0", told)
+    recall.index.update("0", told)
     recall.ended("r", tables, 506)
     recall.ask(asked("again", prompt))
     assert recall.matched("again", 0) == 256

@@ -343,7 +343,7 @@ def test_an_answer_counts_when_all_ranks_have_given_theirs(ranks: list[Rank], va
     url = f"{valkey.url}?prefix=ranks&budget=10"
     rank = Rank.start(remotely(url), hybrid("BLHNC", 24))
     ranks.append(rank)
-    rank.recall.known.expect(["0", "1"])
+    rank.recall.index.expect(["0", "1"])
     rank.recall._engine.num_ranks = 2
     lookup = rank.recall.ask(EngineRequest(id="d", tokens=PROMPT))
     assert lookup is not None

@@ -210,7 +210,7 @@ def _inside(
 # ── from vLLM's own objects ───────────────────────────────────────────────────────────
 
 
-def wanted_layout(vllm_config: EngineConfig, options: ConnectorOptions) -> str | None:
+def required_layout(vllm_config: EngineConfig, options: ConnectorOptions) -> str | None:
     """The layout to ask vLLM for; None leaves it to vLLM."""
     device = vllm_config.device_config.device_type
     attention = "mla" if vllm_config.model_config.use_mla else "other"

@@ -366,18 +366,18 @@ def retention_of(spec: Any) -> Retention:
             return Full()
 
 
-def _heads(layer: str, spec: Any, mine: int, tp: tuple[int, int], total: int) -> Extent:
+def _heads(layer: str, spec: Any, size: int, tp: tuple[int, int], total: int) -> Extent:
     """Which of the model's `total` heads this rank holds: a part of its own, or one that
     neighbouring ranks hold alike."""
-    rank, size = tp
-    if size == 1 or type(spec).__name__ in LATENT_KINDS:
-        return Extent.whole("head", mine)
-    parts = total // mine
-    slots = spec.num_head_slots if mine == spec.num_heads else None
-    if slots is not None or parts * mine != total or size % parts:
+    rank, ranks = tp
+    if ranks == 1 or type(spec).__name__ in LATENT_KINDS:
+        return Extent.whole("head", size)
+    parts = total // size
+    slots = spec.num_head_slots if size == spec.num_heads else None
+    if slots is not None or parts * size != total or ranks % parts:
         raise MemoryLayoutError(
-            f"layer {layer!r}: {mine} heads on each of {size} ranks, {total} in the model: which "
+            f"layer {layer!r}: {size} heads on each of {ranks} ranks, {total} in the model: which "
             "are where is not certain"
         )
-    first = rank // (size // parts) * mine
-    return Extent("head", total, ((first, first + mine),))
+    first = rank // (ranks // parts) * size
+    return Extent("head", total, ((first, first + size),))

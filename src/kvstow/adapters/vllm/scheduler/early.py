@@ -94,11 +94,11 @@ class EarlyPulls:
             ),
             answer_to=self._inbox.address,
         )
-        told = sum(worker.inbox.send(order) for worker in self._engine.workers)
-        if not told:
+        num_ranks = sum(worker.inbox.send(order) for worker in self._engine.workers)
+        if not num_ranks:
             pool.release(blocks)
             return "beside steps"
-        self._running[order.number] = pull = self._pull(request, blocks, len(cached), told)
+        self._running[order.number] = pull = self._pull(request, blocks, len(cached), num_ranks)
         next(pull)
         self._unplanned[request.request_id] = needed
         return "begun"
@@ -107,12 +107,12 @@ class EarlyPulls:
         """Whether the engine looks for so many blocks of a request in its cache."""
         return len(request.block_hashes) >= num_blocks and not request.skip_reading_prefix_cache
 
-    def _pull(self, request: Request, blocks: Sequence[int], cached: int, told: int) -> Pull:
+    def _pull(self, request: Request, blocks: Sequence[int], cached: int, num_ranks: int) -> Pull:
         """A pull that so many ranks were told of, until all of them have answered: the same, or it
         has failed. `cached` of its blocks hold the prompt's beginning."""
         until, resets = time.monotonic() + self._seconds, self._num_resets
-        outcomes = {"accepted", "failed"} if told < len(self._engine.workers) else set[str]()
-        for _ in range(told):
+        outcomes = {"accepted", "failed"} if num_ranks < len(self._engine.workers) else set[str]()
+        for _ in range(num_ranks):
             outcomes.add((yield))
         outcome: EarlyOutcome = "failed"
         if outcomes == {"accepted"}:

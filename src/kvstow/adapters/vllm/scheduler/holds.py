@@ -185,8 +185,8 @@ class StoreQueue:
 
 
 def _by_group(rows: Sequence[RowToStore]) -> dict[int, KeyedBlocks]:
-    found: dict[int, KeyedBlocks] = {}
+    by_group: dict[int, KeyedBlocks] = {}
     for group in sorted({row.group for row in rows}):
         own = [row for row in rows if row.group == group]
-        found[group] = tuple(row.key for row in own), tuple(row.block for row in own)
-    return found
+        by_group[group] = tuple(row.key for row in own), tuple(row.block for row in own)
+    return by_group

@@ -45,23 +45,23 @@ class KeyIndex:
             self._ranks.setdefault(rank, tuple({} for _ in range(self._num_groups)))
         self.version += 1
 
-    def told(self, rank: str, levels: KeyLevels) -> None:
+    def update(self, rank: str, levels: KeyLevels) -> None:
         """A rank has told what has changed."""
         self.expect([rank])
         for group, (keys, each) in levels.items():
-            known = self._ranks[rank][group]
-            known.update(zip(keys, each, strict=True))
+            levels_of = self._ranks[rank][group]
+            levels_of.update(zip(keys, each, strict=True))
             for key, level in zip(keys, each, strict=True):
                 if level == Level.GONE:
-                    known.pop(key, None)
+                    levels_of.pop(key, None)
 
     def levels(self, group: int, keys: Sequence[bytes]) -> Levels:
         """The level at which every rank has the row, key by key."""
-        found = np.full(len(keys), Level.HOST if self._ranks else Level.GONE, np.uint8)
+        least = np.full(len(keys), Level.HOST if self._ranks else Level.GONE, np.uint8)
         for groups in self._ranks.values():
             here = map(groups[group].get, keys, repeat(0))
-            np.minimum(found, np.fromiter(here, np.uint8, len(keys)), out=found)
-        return found
+            np.minimum(least, np.fromiter(here, np.uint8, len(keys)), out=least)
+        return least
 
     def has(self, group: int, key: bytes) -> bool:
         """Whether every rank has the row somewhere."""

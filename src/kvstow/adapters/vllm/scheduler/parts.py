@@ -55,10 +55,10 @@ class BlockHolds:
     def cached(self, hashes: Sequence[bytes], count: int) -> list[int]:
         """Of the first `count` blocks of a prompt those that lie in the prefix cache, up to the
         first that does not."""
-        found: list[int] = []
-        while len(found) < count and (hit := self._pool.get_cached_block(hashes[len(found)], [0])):
-            found.append(hit[0].block_id)
-        return found
+        ids: list[int] = []
+        while len(ids) < count and (hit := self._pool.get_cached_block(hashes[len(ids)], [0])):
+            ids.append(hit[0].block_id)
+        return ids
 
     def enter(self, request: Request, blocks: Sequence[int], first: int, block_tokens: int) -> None:
         """Enter a request's blocks into the prefix cache, from number `first` on. They are held,

@@ -37,8 +37,8 @@ from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, longest_prefix, seen_blocks
 from kvstow.plan.view import align_up
 
-Stage = Literal["asking", "known", "loading"]
-"""What the workers keep of a request is being asked; is known; a load was ordered, and nothing
+Stage = Literal["asking", "answered", "loading"]
+"""What the workers keep of a request is being asked; was answered; a load was ordered, and nothing
 computed since: there is no second one."""
 
 
@@ -51,7 +51,7 @@ class RecalledRequest:
     passed: list[int]
     """Per group, how many blocks were looked at to be stored, or were there when it began."""
     limits: LoadLimits
-    stage: Stage = "known"
+    stage: Stage = "answered"
     answer: KeysPresent | None = None
     """What some ranks have answered, all of them once it is known."""
     announced: int = 0
@@ -70,14 +70,14 @@ class Recall(PrefixSource):
         self._requests: dict[str, RecalledRequest] = {}
         self.due: dict[str, int] = {}
         """By request, with how many tokens a block is full that was not when last looked at."""
-        self.known = KeyIndex(len(engine.groups))
+        self.index = KeyIndex(len(engine.groups))
         self.journal = _journal(engine.options, self._identity, self._unit)
         self.stores = StoreQueue(engine)
 
     def meet(self) -> None:
         """The workers have tiers. They may be fewer than there are, where a connector beside ours
         has kept the others from us."""
-        self.known.expect([worker.agent for worker in self._engine.workers])
+        self.index.expect([worker.agent for worker in self._engine.workers])
 
     # ── coming back ───────────────────────────────────────────────────────────────
 
@@ -116,7 +116,7 @@ class Recall(PrefixSource):
         for answer in results.present.values():
             self._answered(answer)
         for rank, kept in results.kept.items():
-            self.known.told(rank, kept)
+            self.index.update(rank, kept)
         for job, ranks in results.stored.items():
             self.stores.stored(job, ranks)
 
@@ -126,7 +126,7 @@ class Recall(PrefixSource):
         if entry is not None:
             entry.answer = answer if entry.answer is None else entry.answer.both(answer)
             if entry.stage == "asking" and entry.answer.ranks >= self._engine.num_ranks:
-                entry.stage = "known"
+                entry.stage = "answered"
 
     def reach(self, id: str, num_computed: int, num_held: int) -> int | None:
         """Asked of a request that begins, or begins again after it was preempted."""
@@ -166,15 +166,15 @@ class Recall(PrefixSource):
         """Where the first blocks of a group are kept, by every rank, as far as they may come from
         there."""
         size = self._groups[g].block_tokens
-        levels = self.known.levels(g, entry.keys.of(size, num_blocks * size))
+        levels = self.index.levels(g, entry.keys.of(size, num_blocks * size))
         if not entry.limits.allows("cpu", "local"):
             levels[levels == Level.HOST] = Level.GONE
         if entry.answer is None:
             return levels
-        told = np.zeros(num_blocks, np.uint8)
+        below = np.zeros(num_blocks, np.uint8)
         present = entry.answer.present[g][:num_blocks]
-        told[: len(present)] = present
-        return np.where(levels == Level.HOST, levels, told * np.uint8(Level.BELOW))
+        below[: len(present)] = present
+        return np.where(levels == Level.HOST, levels, below * np.uint8(Level.BELOW))
 
     def _longest(self, entry: RecalledRequest, limit: int, least: Level) -> int:
         """The longest beginning that every group can serve from rows of at least that level."""
@@ -210,7 +210,7 @@ class Recall(PrefixSource):
         """The tokens by the tiers that hold the rows of the group that has most of them."""
         g, (keys, _) = max(rows.items(), key=lambda each: len(each[1][0]))
         hits = Counter[HitSource]()
-        for level in self.known.levels(g, keys).tolist():
+        for level in self.index.levels(g, keys).tolist():
             hits[self._source_of(level)] += self._groups[g].block_tokens
         if not hits:
             return {"host": num_tokens}
@@ -228,7 +228,7 @@ class Recall(PrefixSource):
 
     def computes(self, id: str) -> None:
         entry = self._requests.get(id)
-        if entry is not None and entry.stage == "known":
+        if entry is not None and entry.stage == "answered":
             self._explain(entry)
 
     def _explain(self, entry: RecalledRequest) -> None:
@@ -254,7 +254,7 @@ class Recall(PrefixSource):
         if request is None:
             return
         if request.stage == "loading":
-            request.stage = "known"
+            request.stage = "answered"
         num_tokens = self._num_keyed(request, num_tokens)
         self._announce(request, num_tokens)
         for g in range(len(self._groups)):
@@ -284,7 +284,7 @@ class Recall(PrefixSource):
 
     def _is_wanted(self, g: int, block: int, key: bytes) -> bool:
         """Whether a row is neither kept nor on its way, and some return needs it."""
-        kept = self.known.has(g, key) or self.stores.contains(g, key)
+        kept = self.index.has(g, key) or self.stores.contains(g, key)
         return not kept and self._returns(g, block)
 
     def _returns(self, g: int, block: int) -> bool:

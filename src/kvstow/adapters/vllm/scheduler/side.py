@@ -90,15 +90,15 @@ class SchedulerSide:
 
     def matched(self, request: str, num_computed: int) -> int | None:
         """How many tokens beyond `num_computed` could be loaded; None: ask again later."""
-        num_held, chosen = num_computed, None
+        num_held, best = num_computed, None
         for source in self._sources:
             reach = source.reach(request, num_computed, num_held)
             if reach is None:
                 self._matches[request] = Match(num_computed, None)
                 return None
             if reach > num_held:
-                num_held, chosen = reach, source
-        self._matches[request] = Match(num_computed, chosen)
+                num_held, best = reach, source
+        self._matches[request] = Match(num_computed, best)
         return num_held - num_computed
 
     def allocated(self, request: str, ids: BlockIds, num_external: int) -> None:

@@ -108,8 +108,8 @@ class PeerClient(RankPart):
         """Read the list of peers again and again; where that fails, the old one stays."""
         while not self._closing.is_set():
             try:
-                found = {each for source in self._sources for each in find_agents(source)}
-                self._listed = sorted(found)
+                addresses = {each for source in self._sources for each in find_agents(source)}
+                self._listed = sorted(addresses)
             except TransferError as error:
                 log.warning("peers are not known: %s", error)
             for address in self._listed:

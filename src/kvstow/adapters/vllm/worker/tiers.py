@@ -403,10 +403,8 @@ class WorkerTiers(RankPart):
     def _note_reasons(self) -> None:
         """Count rows that went no further than host memory, rows that the remote store took, and
         those that it did not give or take, by reason."""
-        before, self._reasons = (
-            self._reasons,
-            Counter({Count.DROPPED_ROWS: self._mover.dropped_rows}),
-        )
+        before, self._reasons = self._reasons, Counter()
+        self._reasons[Count.DROPPED_ROWS] = self._mover.dropped_rows
         if self._remote is not None:
             for what, by in self._remote.reasons.items():
                 self._reasons |= {f"remote_{what} {why}": int(n) for why, n in by.items()}
