@@ -4,7 +4,7 @@ import importlib.resources
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import kvstow
@@ -44,6 +44,16 @@ def test_no_class_name_stands_for_two_classes():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_two_public_functions_of_different_rooms_have_one_name():
+    package = Path(kvstow.__file__).parent
+    rooms = defaultdict(set)
+    for module in package.rglob("*.py"):
+        for node in ast.parse(module.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+                rooms[node.name].add(module.relative_to(package).parts[0])
+    assert {name: places for name, places in rooms.items() if len(places) > 1} == {}
 
 
 def test_every_package_names_all_its_rooms_and_no_others():

@@ -3,14 +3,14 @@
 import pytest
 import typer
 
-from kvstow.cli.options import alignment, size
+from kvstow.cli.options import alignment, parse_bytes
 from kvstow.plan.pack import Alignment
 
 
 def test_a_size_is_read_as_the_planner_reads_it():
-    assert size("20GiB") == size("20G") == 20 * 2**30
+    assert parse_bytes("20GiB") == parse_bytes("20G") == 20 * 2**30
     with pytest.raises(typer.BadParameter, match=r"'20 gigs' is not a size\n\nhint: .*20GiB"):
-        size("20 gigs")
+        parse_bytes("20 gigs")
 
 
 def test_without_wishes_the_alignment_is_the_planners_own():

@@ -7,7 +7,13 @@ import pytest
 
 from fuzzing import Reader, damaged_bytes, damaged_msgpack, fuzzed
 from kvstow.transfer.channel import messages as say
-from kvstow.transfer.channel.framing import MAGIC, VERSION, Unreadable, decode, encode
+from kvstow.transfer.channel.framing import (
+    MAGIC,
+    VERSION,
+    Unreadable,
+    decode_message,
+    encode_message,
+)
 
 HEADER = MAGIC + VERSION.to_bytes(2)
 REGION = say.RegionCard(1 << 40, 4096, "DRAM", 0)
@@ -64,12 +70,12 @@ MESSAGES = (
 
 def read(data: bytes) -> str:
     try:
-        message = decode(data)
+        message = decode_message(data)
     except Unreadable as error:
         return f"refused: {error.reason} | {error}"
-    again = encode(message)
-    assert encode(decode(again)) == again
-    assert type(decode(again)) is type(message)
+    again = encode_message(message)
+    assert encode_message(decode_message(again)) == again
+    assert type(decode_message(again)) is type(message)
     return "accepted"
 
 
@@ -83,7 +89,7 @@ def mutate(random: Random, data: bytes, other: bytes) -> bytes:
 READER = Reader(
     name="frames",
     read=read,
-    valid=lambda: [encode(message) for message in MESSAGES],
+    valid=lambda: [encode_message(message) for message in MESSAGES],
     mutate=mutate,
 )
 
@@ -99,4 +105,4 @@ def test_every_kind_of_message_is_among_the_documents():
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_is_read_as_it_was_written(message):
-    assert decode(encode(message)) == message
+    assert decode_message(encode_message(message)) == message

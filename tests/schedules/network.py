@@ -4,7 +4,7 @@ order on each line, as over ZeroMQ."""
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvstow.transfer.channel.framing import Clients, Session, encode, heard_from_server
+from kvstow.transfer.channel.framing import Clients, Session, encode_message, heard_from_server
 from kvstow.transfer.channel.messages import AnyMessage
 
 
@@ -103,7 +103,7 @@ class SimChannel:
             self._network.dialled.pop(client, None)
 
     def send(self, line: Any, message: AnyMessage) -> bool:
-        data = encode(message)
+        data = encode_message(message)
         if line.client is not None:
             return self._reply(line.client, data)
         if line in self._client_of:

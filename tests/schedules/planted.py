@@ -105,17 +105,17 @@ def quiet_at_disconnect() -> Generator[None]:
 @bug
 def slots_are_cut_before_they_are_read() -> Generator[None]:
     """The first turn of a read counts as its end."""
-    moved = slots.moved
+    move_copies = slots.move_copies
 
     def hasty(*args: Any, **kwargs: Any) -> Any:
-        story = moved(*args, **kwargs)
+        story = move_copies(*args, **kwargs)
         for _ in range(2):
             try:
                 yield next(story)
             except StopIteration:
                 return
 
-    with changed(slots, "moved", hasty):
+    with changed(slots, "move_copies", hasty):
         yield
 
 

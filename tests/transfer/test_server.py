@@ -11,7 +11,7 @@ import pytest
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.channel.framing import decode
+from kvstow.transfer.channel.framing import decode_message
 from kvstow.transfer.channel.messages import AnyMessage, Begin, Ids, Refused, Sample, Stop, Write
 from kvstow.transfer.options import Options
 from kvstow.transfer.server import MOST_STOPPED
@@ -58,7 +58,7 @@ class Pair:
         for _ in range(count):
             packets, self.network.packets = self.network.packets, []
             for packet in packets:
-                if isinstance(decode(packet.data), hold):
+                if isinstance(decode_message(packet.data), hold):
                     self.held.append(packet)
                 else:
                     self.network.deliver(packet)

@@ -89,7 +89,7 @@ class Described(Protocol):
     dtypes: Sequence[Any] | None
 
 
-class Chunk(Protocol):
+class MemoryObject(Protocol):
     """A memory object of LMCache's."""
 
     metadata: Described
@@ -149,12 +149,12 @@ class KvstowL2Adapter(L2AdapterInterface):
 
     # ── store ─────────────────────────────────────────────────────────────────────
 
-    def submit_store_task(self, keys: list[Key], objects: list[Chunk]) -> int:
+    def submit_store_task(self, keys: list[Key], objects: list[MemoryObject]) -> int:
         number = next(self._numbers)
         self._threads.submit(self._store, number, keys, objects)
         return number
 
-    def _store(self, number: int, keys: list[Key], objects: list[Chunk]) -> None:
+    def _store(self, number: int, keys: list[Key], objects: list[MemoryObject]) -> None:
         sizes = [each.get_size() for each in objects]
         kept = np.zeros(len(keys), bool)
         try:
@@ -233,7 +233,7 @@ class KvstowL2Adapter(L2AdapterInterface):
 
     # ── load ──────────────────────────────────────────────────────────────────────
 
-    def submit_load_task(self, keys: list[Key], objects: list[Chunk]) -> int:
+    def submit_load_task(self, keys: list[Key], objects: list[MemoryObject]) -> int:
         def load() -> Bools:
             rows = [_bytes(each) for each in objects]
             loaded = self._chunks.load(self._names(keys, objects), rows)
@@ -267,7 +267,7 @@ class KvstowL2Adapter(L2AdapterInterface):
 
     # ── names ─────────────────────────────────────────────────────────────────────
 
-    def _names(self, keys: Sequence[Key], objects: Sequence[Chunk]) -> list[bytes]:
+    def _names(self, keys: Sequence[Key], objects: Sequence[MemoryObject]) -> list[bytes]:
         """What chunks are called. SpecError where nobody says what is in them."""
         elements = [_elements(each.metadata) for each in objects]
         unclear = [each for each in elements if not each or BYTES in each.split()]
@@ -332,7 +332,7 @@ def _columns(chunks: Iterable[tuple[Key, int]]) -> tuple[list[Key], list[int]]:
     return [key for key, _ in listed], [size for _, size in listed]
 
 
-def _bytes(memory: Chunk) -> Bytes:
+def _bytes(memory: MemoryObject) -> Bytes:
     """A memory object's bytes, in place."""
     content: Bytes = np.frombuffer(memory.byte_array, np.uint8)
     if content.nbytes != memory.get_size():

@@ -406,7 +406,7 @@ def application(
     return app
 
 
-def serve(
+def run_router(
     prefill: Sequence[str],
     decode: Sequence[str],
     *,

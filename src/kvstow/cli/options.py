@@ -1,7 +1,7 @@
 """What users write: options that several commands share, values, models and layouts.
 
 options     `Tp`, `Memory`, `Json` …: annotations of a command's arguments
-values      `size`, `order`, `alignment`: what their text means
+values      `parse_bytes`, `order`, `alignment`: what their text means
 models      `on_rank`: the model that a command plans, with what was assumed said on stderr
 shorthand   `named`: a manifest, or `MODEL@tp=2,order=BHLNC`
 """
@@ -27,7 +27,7 @@ from kvstow.plan.view import parse_size
 _USUAL = Alignment()
 
 
-def size(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """The bytes that `20GiB`, `512MB` or `1.5TiB` are, exactly."""
     try:
         return parse_size(text)
@@ -35,7 +35,7 @@ def size(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
-size_option = partial(typer.Option, parser=size, metavar="SIZE")
+size_option = partial(typer.Option, parser=parse_bytes, metavar="SIZE")
 
 
 def order(text: str) -> Order:

@@ -62,7 +62,7 @@ def route_requests(
     """
     for url in (*(prefill or ()), *decode):
         options.check_url(url)
-    from kvstow.adapters.router import RouterOptions, serve
+    from kvstow.adapters.router import RouterOptions, run_router
 
     limits = RouterOptions(
         prefill=prefill_seconds,
@@ -71,7 +71,7 @@ def route_requests(
         rest=rest_seconds,
         max_body=max_body,
     )
-    serve(
+    run_router(
         prefill or (),
         decode,
         host=host,

@@ -190,9 +190,9 @@ def _layout_line(one: dict[str, Any]) -> list[str]:
 # ── verify ────────────────────────────────────────────────────────────────────────────
 
 
-@store.command()
+@store.command("verify")
 @reporting
-def verify(place: Place) -> Answer:
+def verify_store(place: Place) -> Answer:
     """Compare every row with its checksum, and drop damaged ones.
 
     Exits with 1 if there were any.
@@ -234,9 +234,9 @@ def _row_progress(total: int | None) -> Callable[[int], None]:
 # ── convert ───────────────────────────────────────────────────────────────────────────
 
 
-@store.command()
+@store.command("convert")
 @reporting
-def convert(
+def convert_store(
     directories: Directories, to: NewStore, layout: NewLayout, capacity: Capacity = None
 ) -> Answer:
     """Write a store's rows into a new store of another layout.

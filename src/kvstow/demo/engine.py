@@ -21,7 +21,7 @@ from kvstow.adapters.transformers import Cache, ModelMemory, cache_name
 from kvstow.blocks.prompt import Prompt
 from kvstow.demo.child import Say
 from kvstow.demo.report import DemoAnswer, DemoTransfer
-from kvstow.demo.weights import load_model
+from kvstow.demo.weights import load_checkpoint
 from kvstow.errors import KvstowError, TransferError
 from kvstow.offload.store import Store
 from kvstow.plan.layout import Order
@@ -51,7 +51,7 @@ class DemoEngine:
 
     def load(self, model: str, texts: Sequence[str] = ()) -> tuple[str, list[list[int]]]:
         """Get the model ready; its name, and these texts in its tokens."""
-        self._loaded = load_model(model, self._say)
+        self._loaded = load_checkpoint(model, self._say)
         self._model = self._loaded.model
         return self._loaded.name, [self._loaded.encode(text) for text in texts]
 
@@ -210,7 +210,7 @@ def _end_tokens(model: Any) -> set[int]:
     return set(end) if isinstance(end, list) else {-1 if end is None else end}
 
 
-def main() -> None:
+def engine_main() -> None:
     """Do what the parent says until the pipe ends."""
     pipe = Connection(int(sys.argv[1]))
     engine = DemoEngine(lambda text: pipe.send(("progress", text)))
@@ -228,4 +228,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    engine_main()

@@ -190,7 +190,7 @@ class LoadedModel:
 
 
 def check_model(name: str) -> None:
-    """Raises what `load_model` would raise for want of a model or a package; loads nothing."""
+    """Raises what `load_checkpoint` would raise for want of a model or a package; loads nothing."""
     kind, _, family = name.partition(":")
     if kind == "random":
         from kvstow.testing.tiny_models import FAMILIES
@@ -212,7 +212,7 @@ def check_model(name: str) -> None:
             raise BackendMissing(module, "demo")
 
 
-def load_model(name: str, progress: Progress = silent) -> LoadedModel:
+def load_checkpoint(name: str, progress: Progress = silent) -> LoadedModel:
     """The model of that name, in float32: packaged weights, a directory, `random:` and a family."""
     kind, _, family = name.partition(":")
     if kind == "random":

@@ -162,7 +162,7 @@ class TimedAgent(Agent):
 # ── the producer ──────────────────────────────────────────────────────────────────────
 
 
-def serve(setting: Setting) -> None:
+def run_producer(setting: Setting) -> None:
     """Offer rows once per line on stdin; answer with the ticket, and with the processor time of
     this agent's own until then."""
     with closing(TimedAgent(setting, "producer")) as agent:
@@ -242,6 +242,6 @@ if __name__ == "__main__":
     logging.getLogger("kvstow").setLevel(logging.ERROR)  # whose bytes these are does not matter
     rows, layers, piece = (int(number) for number in sys.argv[1:4])
     try:
-        serve(Setting(rows=rows, layers=layers, piece=piece, device=sys.argv[4]))
+        run_producer(Setting(rows=rows, layers=layers, piece=piece, device=sys.argv[4]))
     except KvstowError as problem:
         sys.exit(f"producer: {problem}")

@@ -32,7 +32,7 @@ from kvstow.transfer.fence import CounterRead, changed, check_fence, ready_reads
 from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Routine, bug, together
 from kvstow.transfer.options import LONG_BYTES, DigestPolicy, Way
 from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
-from kvstow.transfer.peers.flight import chunk_bytes, moved
+from kvstow.transfer.peers.flight import chunk_bytes, move_copies
 from kvstow.transfer.slots import SLOTS, fetch_pieces, pieces
 from kvstow.transfer.source import Source, SourcePlan, SourcePlans
 from kvstow.transfer.tickets.ticket import check_blocks, packed_ints
@@ -246,7 +246,7 @@ def read(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
     card, kinds = source.card, endpoint.kinds(source.card)
     copies = order.copies(source).moved(card.base, endpoint.card.base)
     chunk = chunk_bytes(source.peer.path.read.long, kinds)
-    yield from moved(
+    yield from move_copies(
         endpoint, "read", card.engine, kinds, copies, flights=source.flights, chunk=chunk
     )
     source.nbytes, source.descriptors = copies.total, len(copies)

@@ -27,7 +27,7 @@ from kvstow.transfer.channel.messages import (
 from kvstow.transfer.digests import digests, in_worker
 from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Mailbox, Routine, Task, together
 from kvstow.transfer.peers.endpoint import Endpoint
-from kvstow.transfer.peers.flight import Flight, chunk_bytes, moved
+from kvstow.transfer.peers.flight import Flight, chunk_bytes, move_copies
 from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.slots import pieces, stage_pieces
 from kvstow.transfer.tickets.ticket import Ticket, check_blocks, unpacked_ints
@@ -170,7 +170,7 @@ def written(endpoint: Endpoint, serving: Serving, copies: Copies) -> Routine[Non
     peer, card = serving.peer, serving.peer.card
     kinds, copies = endpoint.kinds(card), copies.moved(endpoint.card.base, card.base)
     chunk = chunk_bytes(peer.write_rate, kinds)
-    yield from moved(
+    yield from move_copies(
         endpoint, "write", card.engine, kinds, copies, flights=serving.flights, chunk=chunk
     )
     serving.peer.send(Written(serving.begin.transfer, copies.total, len(copies)))

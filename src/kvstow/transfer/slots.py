@@ -30,7 +30,7 @@ from kvstow.plan.view import Ints
 from kvstow.route.copies import Copies, cut
 from kvstow.transfer.channel.messages import Fetched, Staged, Written
 from kvstow.transfer.loop import NOW_AND_THEN, SOON, Routine, together
-from kvstow.transfer.peers.flight import Flight, moved
+from kvstow.transfer.peers.flight import Flight, move_copies
 from kvstow.transfer.transport.base import Kinds
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _fetch_one(endpoint: "Endpoint", source: "Source", parts: list[Piece]) -> Ro
     flights: list[Flight] = []
     try:
         whole = Copies.one(there, stage.arena.address + slot, piece.copies.total)
-        yield from moved(endpoint, "read", engine, Kinds(), whole, flights=flights)
+        yield from move_copies(endpoint, "read", engine, Kinds(), whole, flights=flights)
         yield from copied(stage.arena, endpoint.arena, piece.out_of_slot(slot))
     finally:
         source.flights.extend(flights)

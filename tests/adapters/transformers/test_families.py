@@ -13,7 +13,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache, MiniMaxFo
 from transformers.utils import logging
 
 from kvstow.adapters.transformers import Cache, ModelMemory, cache_name
-from kvstow.demo.weights import load_model
+from kvstow.demo.weights import load_checkpoint
 from kvstow.memory.copy import copy
 from kvstow.plan.layout import ORDERS
 from kvstow.route.route import plan_route
@@ -273,7 +273,7 @@ def test_lightning_attention_in_the_first_layer_is_right_behind_padding():
 
 
 def test_real_weights_have_the_same_logits():
-    loaded = load_model("smollm2")
+    loaded = load_checkpoint("smollm2")
     model, tokenizer = loaded.model, loaded.tokenizer
     tokenizer.padding_side = "left"
     asked = tokenizer(

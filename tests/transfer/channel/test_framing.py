@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.transfer.channel import framing, messages
-from kvstow.transfer.channel.framing import Unreadable, decode, encode
+from kvstow.transfer.channel.framing import Unreadable, decode_message, encode_message
 from kvstow.transfer.channel.messages import Begin, End, Renew
 
 MESSAGE = Renew((1, 2, 2**63 - 1))
@@ -43,49 +43,49 @@ def any_message() -> st.SearchStrategy[messages.AnyMessage]:
 
 @given(any_message())
 def test_a_message_comes_back(message):
-    assert decode(encode(message)) == message
+    assert decode_message(encode_message(message)) == message
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused(data):
     with pytest.raises(Unreadable):
-        decode(data)
+        decode_message(data)
 
 
 @given(st.binary(max_size=100))
 def test_a_garbage_body_is_refused(body):
     try:
-        message = decode(sealed(body))
+        message = decode_message(sealed(body))
     except Unreadable:
         return
-    assert decode(encode(message)) == message
+    assert decode_message(encode_message(message)) == message
 
 
 @given(st.data())
 def test_a_cut_frame_is_refused(data):
-    whole = encode(MESSAGE)
+    whole = encode_message(MESSAGE)
     with pytest.raises(Unreadable):
-        decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
+        decode_message(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
 def test_a_longer_frame_is_refused():
     with pytest.raises(Unreadable) as caught:
-        decode(encode(MESSAGE) + b"\0")
+        decode_message(encode_message(MESSAGE) + b"\0")
     assert caught.value.reason == "body"
 
 
 def test_another_version_is_refused_with_both_numbers():
-    data = bytearray(encode(MESSAGE))
+    data = bytearray(encode_message(MESSAGE))
     data[4:6] = struct.pack(">H", 77)
     with pytest.raises(Unreadable, match=f"77, {framing.VERSION} is spoken here") as caught:
-        decode(bytes(data))
+        decode_message(bytes(data))
     assert caught.value.reason == "version"
 
 
 def test_an_oversized_frame_is_refused_before_it_is_read(monkeypatch):
     monkeypatch.setattr(framing, "MAX_FRAME", 64)
     with pytest.raises(Unreadable, match="100 bytes, at most 64") as caught:
-        decode(b"\0" * 100)
+        decode_message(b"\0" * 100)
     assert caught.value.reason == "oversized"
 
 
@@ -105,18 +105,18 @@ def test_an_oversized_frame_is_refused_before_it_is_read(monkeypatch):
 )
 def test_a_body_that_is_no_message_is_refused(body):
     with pytest.raises(Unreadable) as caught:
-        decode(sealed(msgspec.msgpack.encode(body)))
+        decode_message(sealed(msgspec.msgpack.encode(body)))
     assert caught.value.reason == "body"
 
 
 def test_deeply_nested_bodies_do_not_exhaust_the_stack():
     with pytest.raises(Unreadable) as caught:
-        decode(sealed(b"\x91" * 100_000))
+        decode_message(sealed(b"\x91" * 100_000))
     assert caught.value.reason == "body"
 
 
 def test_the_header_is_where_the_documentation_says():
-    data = encode(MESSAGE)
+    data = encode_message(MESSAGE)
     assert data[:4] == b"KVSW"
     assert int.from_bytes(data[4:6], "big") == framing.VERSION
     assert msgspec.msgpack.decode(data[6:]) == ["renew", [1, 2, 2**63 - 1]]

@@ -61,7 +61,7 @@ class Stranger:
         self.socket.send_multipart(parts)
 
     def answer(self) -> messages.AnyMessage:
-        return framing.decode(self.socket.recv_multipart()[-1])
+        return framing.decode_message(self.socket.recv_multipart()[-1])
 
     def close(self) -> None:
         self.socket.close()
@@ -97,7 +97,7 @@ def assert_serves(node: Node, fabric: Fabric) -> None:
 
 
 def test_each_kind_of_broken_frame_is_survived_and_counted(node, stranger, fabric):
-    good = framing.encode(messages.Renew((1,)))
+    good = framing.encode_message(messages.Renew((1,)))
     skewed = good[:4] + struct.pack(">H", 9) + good[6:]
     broken = {
         "magic": b"GET / HTTP/1.1\r\nHost: agent\r\n\r\n",
@@ -116,7 +116,7 @@ def test_each_kind_of_broken_frame_is_survived_and_counted(node, stranger, fabri
 
 
 def test_another_version_is_told_both_numbers(node, stranger):
-    good = framing.encode(messages.AskStatus())
+    good = framing.encode_message(messages.AskStatus())
     stranger.say(good[:4] + struct.pack(">H", 9) + good[6:])
     message = stranger.answer()
     assert isinstance(message, messages.Refused)
@@ -143,9 +143,9 @@ def hello(node: Node) -> messages.Hello:
 
 
 def test_a_line_that_has_not_said_hello_begins_nothing(node, stranger):
-    stranger.say(framing.encode(hello(node)))
+    stranger.say(framing.encode_message(hello(node)))
     assert isinstance(stranger.answer(), messages.Welcome)
-    begin = framing.encode(messages.Begin(1, 2, b"", None, None, 0, ()))
+    begin = framing.encode_message(messages.Begin(1, 2, b"", None, None, 0, ()))
     stranger.say(begin)
     refused = stranger.answer()
     assert isinstance(refused, messages.Refused)
@@ -184,15 +184,15 @@ MESSAGES = [
 def test_a_fuzzed_conversation_never_stops_the_agent(data, node, fabric):
     with Stranger(node.address) as stranger:
         if data.draw(st.booleans()):
-            stranger.say(framing.encode(hello(node)))
+            stranger.say(framing.encode_message(hello(node)))
             stranger.answer()
         for message in data.draw(st.lists(st.sampled_from(MESSAGES), max_size=6)):
-            whole = bytearray(framing.encode(message))
+            whole = bytearray(framing.encode_message(message))
             for _ in range(data.draw(st.integers(0, 3))):
                 whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
             stranger.say(bytes(whole))
         with Stranger(node.address) as last:
-            last.say(framing.encode(messages.AskStatus()))
+            last.say(framing.encode_message(messages.AskStatus()))
             assert isinstance(last.answer(), messages.TellStatus)
 
 
@@ -235,7 +235,7 @@ def test_layouts_that_do_not_fit_are_refused_with_every_difference_and_both_valu
 
 def test_a_manifest_that_is_none_is_refused(node, stranger):
     card = msgspec.structs.replace(node.agent.endpoint.card, manifest=b"{}")
-    stranger.say(framing.encode(messages.Hello(card)))
+    stranger.say(framing.encode_message(messages.Hello(card)))
     message = stranger.answer()
     assert isinstance(message, messages.Refused)
     assert message.kind == "refused"
@@ -247,7 +247,7 @@ def test_a_handshake_is_as_small_for_a_million_rows_as_for_ten(fabric):
     def size(num_slabs: int) -> int:
         layout = packed(grouped([attention("layers.0", Full())]), num_slabs=num_slabs)
         one = Node(encode(layout), fabric)
-        data = framing.encode(messages.Hello(one.agent.endpoint.card))
+        data = framing.encode_message(messages.Hello(one.agent.endpoint.card))
         one.close()
         return len(data)
 
@@ -356,7 +356,7 @@ def test_a_client_without_keys_is_not_heard_where_keys_are_used(fabric):
     producer = Node(encode(LAYOUT), fabric, name="producer", options=OPTIONS, keys=keeper)
     stranger = Stranger(producer.address)
     stranger.socket.rcvtimeo = 300
-    stranger.say(framing.encode(messages.AskStatus()))
+    stranger.say(framing.encode_message(messages.AskStatus()))
     with pytest.raises(zmq.Again):
         stranger.answer()
     stranger.close()
@@ -421,7 +421,7 @@ def test_one_turn_reads_a_bounded_number_of_messages_and_the_rest_later():
     loud.linger = 0
     loud.connect("inproc://flooded")
     for _ in range(1000):
-        loud.send(framing.encode(messages.AskStatus()))
+        loud.send(framing.encode_message(messages.AskStatus()))
     turns = []
     while len(turns) < 1000 and sum(turns) < 1000:
         turns.append(len(list(channel.heard(100))))
@@ -438,29 +438,29 @@ def test_a_quiet_client_is_heard_in_the_first_turn_however_loud_another_is():
         each.linger = 0
         each.connect("inproc://fair")
     for _ in range(5000):
-        loud.send(framing.encode(messages.AskStatus()))
-    quiet.send(framing.encode(messages.Renew(())))
+        loud.send(framing.encode_message(messages.AskStatus()))
+    quiet.send(framing.encode_message(messages.Renew(())))
     list(channel.heard(100))
     assert quiet.poll(30_000)
-    assert isinstance(framing.decode(quiet.recv()), messages.UnknownSession)
+    assert isinstance(framing.decode_message(quiet.recv()), messages.UnknownSession)
     for each in (loud, quiet):
         each.close()
     channel.close()
 
 
 def test_a_client_says_hello_once(node, stranger):
-    stranger.say(framing.encode(hello(node)))
+    stranger.say(framing.encode_message(hello(node)))
     assert isinstance(stranger.answer(), messages.Welcome)
     for _ in range(50):
-        stranger.say(framing.encode(hello(node)))
+        stranger.say(framing.encode_message(hello(node)))
     wait_for(lambda: dropped(node, "session") == 50)
-    stranger.say(framing.encode(messages.Renew(())))
+    stranger.say(framing.encode_message(messages.Renew(())))
     assert isinstance(stranger.answer(), messages.Alive)
 
 
 def test_status_is_told_from_one_document_for_a_while(node, stranger):
     for _ in range(20):
-        stranger.say(framing.encode(messages.AskStatus()))
+        stranger.say(framing.encode_message(messages.AskStatus()))
     told = [stranger.answer().document for _ in range(20)]
     assert len(set(told)) < 20
 

@@ -8,7 +8,7 @@ import pytest
 from kvstow.errors import TransferError
 from kvstow.plan.manifest import encode
 from kvstow.route.copies import Copies
-from kvstow.transfer.peers.flight import moved
+from kvstow.transfer.peers.flight import move_copies
 from kvstow.transfer.transport.base import Kinds
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, hybrid_layout
@@ -34,7 +34,7 @@ def test_posts_are_dropped_if_a_later_one_cannot_be_made(monkeypatch):
     at = np.arange(3) * 64
     copies = Copies(card.base + at, endpoint.card.base + at, np.full(3, 64))
     with pytest.raises(TransferError, match="no more"):
-        next(moved(endpoint, "read", card.engine, Kinds(), copies, flights=[], chunk=64))
+        next(move_copies(endpoint, "read", card.engine, Kinds(), copies, flights=[], chunk=64))
     assert released == [1, 1]
     for node in (here, there):
         node.close()

@@ -64,7 +64,7 @@ def _attention(name: str, layer: Any, block_tokens: int, tp: Rank) -> tuple[Laye
             block_tokens=block_tokens,
             states=block_tokens,
             heads=_held(keys.shape[1], tp),
-            fields=(content("k", keys), content("v", values)),
+            fields=(field_of("k", keys), field_of("v", values)),
         )
     ]
     indexer = getattr(layer, "indexer_keys", None)
@@ -76,7 +76,7 @@ def _attention(name: str, layer: Any, block_tokens: int, tp: Rank) -> tuple[Laye
                 block_tokens=block_tokens,
                 states=block_tokens,
                 heads=Extent.whole("head", 1),
-                fields=(content("key", indexer),),
+                fields=(field_of("key", indexer),),
             )
         )
     return tuple(specs)
@@ -123,7 +123,7 @@ def _compressed(name: str, layer: Any, block_tokens: int) -> tuple[LayerSpec, ..
         block_tokens=block_tokens,
         states=block_tokens,
         heads=one,
-        fields=(content("k", layer.keys),),
+        fields=(field_of("k", layer.keys),),
     )
     entries = [
         LayerSpec(
@@ -132,7 +132,7 @@ def _compressed(name: str, layer: Any, block_tokens: int) -> tuple[LayerSpec, ..
             block_tokens=step,
             states=step // rate,
             heads=one,
-            fields=(content("entry", kept),),
+            fields=(field_of("entry", kept),),
         )
         for part, kept in layer.compressed_kv.items()
     ]
@@ -153,7 +153,7 @@ def _unfinished(layer: Any) -> dict[str, torch.Tensor]:
     return kept
 
 
-def content(name: str, tensor: torch.Tensor) -> Field:
+def field_of(name: str, tensor: torch.Tensor) -> Field:
     """What one token leaves of a `[..., content]` tensor."""
     return Field(name, dtype_of(tensor), (Extent.whole("content", tensor.shape[-1]),))
 

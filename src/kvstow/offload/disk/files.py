@@ -136,7 +136,7 @@ def _check_owner(facts: os.stat_result, path: str | Path) -> None:
 
 def write_new(file: Path, data: bytes) -> None:
     """Write a file unless there is one by now. Raises OSError."""
-    new = written(file.parent, data)
+    new = write_synced(file.parent, data)
     try:
         os.link(new, file)
     except FileExistsError:
@@ -145,7 +145,7 @@ def write_new(file: Path, data: bytes) -> None:
         os.unlink(new)
 
 
-def written(directory: Path, data: bytes) -> str:
+def write_synced(directory: Path, data: bytes) -> str:
     """A file of a name of its own, on the medium. Raises OSError."""
     fd, name = tempfile.mkstemp(prefix="written-", dir=directory)
     try:

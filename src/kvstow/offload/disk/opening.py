@@ -17,7 +17,7 @@ from kvstow.offload.disk.files import (
     open_own,
     store_errors,
     write_new,
-    written,
+    write_synced,
 )
 from kvstow.offload.disk.format import file_bytes
 from kvstow.offload.disk.tree import walk
@@ -37,7 +37,7 @@ def open_directory(path: Path, layout: Layout | None, capacity: int | None) -> t
     it states from now on. Refuses rows of another model, element type or computation.
     """
     with store_errors(path):
-        stored = layout_in(path)
+        stored = stated_layout(path)
     rows = stored if layout is None else row_layout(layout)
     if rows is None:
         raise StoreError(f"{path}: no store there (layout.json is missing)")
@@ -53,7 +53,7 @@ def open_directory(path: Path, layout: Layout | None, capacity: int | None) -> t
     if capacity is not None and capacity != capacity_in(path):
         try:
             text = json.dumps({"format": FORMAT, "capacity": capacity})
-            os.replace(written(path, text.encode()), path / "store.json")
+            os.replace(write_synced(path, text.encode()), path / "store.json")
         except OSError as error:
             log.warning("store %s: its capacity is not written down: %s", path, error)
     return stored, most
@@ -102,7 +102,7 @@ def capacity_in(path: Path) -> int | None:
     return capacity if type(capacity) is int and capacity > 0 else None
 
 
-def layout_in(path: Path) -> Layout | None:
+def stated_layout(path: Path) -> Layout | None:
     """The layout that a directory states; None where there is none. Raises OSError."""
     try:
         fd = open_own(path / "layout.json", os.O_RDONLY)
@@ -121,7 +121,7 @@ def layout_in(path: Path) -> Layout | None:
 def stored_layout(path: Path) -> Layout:
     """The layout of a store's rows."""
     with store_errors(path):
-        layout = layout_in(path)
+        layout = stated_layout(path)
     if layout is None:
         raise StoreError(f"{path}: no store there (layout.json is missing)")
     return layout

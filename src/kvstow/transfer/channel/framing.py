@@ -49,12 +49,12 @@ class Unreadable(Exception):
         super().__init__(f"{reason}: {detail}")
 
 
-def encode(message: AnyMessage) -> bytes:
+def encode_message(message: AnyMessage) -> bytes:
     """The message as a frame."""
     return _PREFIX + _encoder.encode(message)
 
 
-def decode(data: bytes) -> AnyMessage:
+def decode_message(data: bytes) -> AnyMessage:
     """The message in a frame; Unreadable, and nothing else, where there is none."""
     if len(data) > MAX_FRAME:
         raise Unreadable("oversized", f"{len(data)} bytes, at most {MAX_FRAME}")
@@ -86,7 +86,7 @@ class Session:
 def heard_from_server(data: bytes, on_drop: OnDrop) -> AnyMessage | None:
     """What a server has said to us, if it can be read."""
     try:
-        return decode(data)
+        return decode_message(data)
     except Unreadable as error:
         on_drop(error.reason, error.detail)
         return Refused(0, "refused", (str(error),)) if error.reason == "version" else None
@@ -115,11 +115,11 @@ class Clients:
     def heard(self, client: bytes, data: bytes) -> tuple[Session, AnyMessage] | None:
         """What a client says, and in which session, if that is to be heard."""
         try:
-            message = decode(data)
+            message = decode_message(data)
         except Unreadable as error:
             self._on_drop(error.reason, error.detail)
             if error.reason == "version":
-                self._reply(client, encode(Refused(0, "refused", (str(error),))))
+                self._reply(client, encode_message(Refused(0, "refused", (str(error),))))
             return None
         session = self._sessions.get(client)
         if isinstance(message, Hello):
@@ -128,7 +128,7 @@ class Clients:
             session = session or Session(client)
         elif session is None:
             self._on_drop("session", f"{type(message).__name__} before any hello")
-            self._reply(client, encode(UnknownSession()))
+            self._reply(client, encode_message(UnknownSession()))
         return None if session is None else (session, message)
 
     def _greeted(self, client: bytes) -> Session | None:

@@ -23,7 +23,7 @@ from kvstow.transfer.channel.framing import (
     Clients,
     OnDrop,
     Session,
-    encode,
+    encode_message,
     heard_from_server,
 )
 from kvstow.transfer.channel.messages import AnyMessage, AskPrefix, AskStatus, Hello
@@ -119,7 +119,7 @@ class SocketChannel:
             self._shut(socket)
 
     def send(self, line: Session, message: AnyMessage) -> bool:
-        data = encode(message)
+        data = encode_message(message)
         if line.client is not None:
             return self._reply(line.client, data)
         socket = self._socket_of.get(line)

@@ -118,7 +118,7 @@ def chunk_bytes(bytes_per_second: float, kinds: Kinds) -> int:
     return int(min(MOST_CHUNK, max(LEAST_CHUNK, bytes_per_second * CHUNK_SECONDS)))
 
 
-def moved(
+def move_copies(
     endpoint: "Endpoint",
     direction: Direction,
     peer: str,

@@ -15,7 +15,7 @@ from kvstow.transfer.channel.messages import AskProbe, Card, TellProbe
 from kvstow.transfer.loop import Routine
 from kvstow.transfer.options import LONG_BYTES, Way
 from kvstow.transfer.peers.endpoint import PROBE_BYTES, Endpoint
-from kvstow.transfer.peers.flight import moved
+from kvstow.transfer.peers.flight import move_copies
 from kvstow.transfer.transport.base import Direction, Kinds
 
 if TYPE_CHECKING:
@@ -127,6 +127,6 @@ def _best(
     best = 0.0
     for _ in range(times):
         started = endpoint.clock()
-        yield from moved(endpoint, direction, card.engine, kinds, copies, flights=[])
+        yield from move_copies(endpoint, direction, card.engine, kinds, copies, flights=[])
         best = max(best, copies.total / max(endpoint.clock() - started, 1e-9))
     return best
