@@ -63,7 +63,7 @@ NOT_QUICK = (
     "vllm",
     "laws/test_offload_jobs.py",
     "laws/test_offload_store.py",
-    "memory/test_kernels.py",
+    "memory/kernels",
     "memory/test_digest.py",
     "offload/disk",
     "offload/host",
@@ -95,19 +95,17 @@ NOT_QUICK = (
 LONG = (
     "adapters/transformers/test_families.py",
     "schedules/test_schedules.py",
-    "memory/test_kernels.py",
+    "memory/kernels/test_attention.py",
     "docs/test_site.py",
     "docs/test_docs.py",
     "adapters/transformers/test_restart.py",
     "adapters/transformers/test_compile.py",
     "memory/test_digest.py",
-    "cli/test_transfer.py",
     "docs/test_examples.py",
     "cli/test_process.py",
     "transfer/test_faults.py",
     "transfer/transport/test_nixl.py",
     "e2e/test_transfer_hosts.py",
-    "offload/host/test_shared_faults.py",
 )
 """Files that take longest: they come first, or one process waits at the end for the other's."""
 
