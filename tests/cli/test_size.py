@@ -187,11 +187,13 @@ def test_a_model_of_latents_and_experts_gets_replicas_that_share_the_experts():
     [
         ("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B"),
         ("qwen3-235b-a22b-fp8", "Qwen/Qwen3-235B-A22B-FP8"),
+        ("glm-4.6", "zai-org/GLM-4.6"),
+        ("glm-4.7", "zai-org/glm-4.7"),
         ("nvidia/Llama-3.1-8B-Instruct-FP8", "nvidia/Llama-3.1-8B-Instruct-FP8"),
     ],
 )
 def test_the_model_that_was_sized_is_the_one_that_is_served(model, served):
-    command = size(model, "--gpu", "h200", "--tp", "4")["command"]
+    command = size(model, "--gpu", "b300", "--tp", "4")["command"]
     assert command.split()[:3] == ["vllm", "serve", served]
 
 

@@ -13,7 +13,7 @@ from planning import attention
 LAYOUT = packed(grouped([attention("a"), attention("b")]), num_slabs=3)
 
 
-@pytest.mark.parametrize(("heads", "layers"), [(1 << 13, 1), (1 << 12, 64)])
+@pytest.mark.parametrize(("heads", "layers"), [(1 << 18, 1), (1 << 12, 64)])
 def test_a_block_in_too_many_pieces_is_refused_before_they_are_counted_out(heads, layers):
     specs = [attention(f"layers.{i}", heads=heads, tokens=2) for i in range(layers)]
     with pytest.raises(LayoutError, match=r"order: .*pieces.*at most"):

@@ -38,9 +38,6 @@ NULL_SLABS = 1
 
 MAX_LAYERS = 4096
 
-MAX_PIECES = 4096
-"""Pieces a page may be in: more heads than any model has."""
-
 MAX_ALL_PIECES = 1 << 17
 """Pieces that the pages of one block may be in altogether: checking takes a second then."""
 
@@ -423,15 +420,18 @@ def _section_runs(spec: LayerSpec, place: Placement) -> tuple[Run, ...]:
     return View(offset=place.offset, axes=(head, token), unit=spec.cell_bytes).runs()
 
 
+def nested(spec: LayerSpec, place: Placement, order: Order) -> tuple[Axis, Axis]:
+    """The two axes of a section's cells in a block, the outer one first, as the order says."""
+    _, head, token = cell_axes(spec, place, 1)
+    return (head, token) if order.index("H") < order.index("N") else (token, head)
+
+
 def num_pieces(spec: LayerSpec, page: Page, order: Order) -> int:
     """How many pieces the page of one block is in, as far as its strides tell."""
-    heads, states = spec.heads.size, spec.states
     pieces = 0
     for part, place in zip(spec.sections, page, strict=False):
-        if order.index("H") < order.index("N"):
-            pieces += 1 if place.head_stride == states * part.cell_bytes else heads
-        else:
-            pieces += 1 if place.token_stride == heads * part.cell_bytes else states
+        outer, inner = nested(part, place, order)
+        pieces += 1 if outer.stride == inner.size * part.cell_bytes else outer.size
     return pieces
 
 
@@ -472,19 +472,16 @@ def _misplaced(where: str, spec: LayerSpec, place: Placement, order: Order) -> l
         )
         if value < 0 or value % spec.unit
     ]
-    head = ("head", spec.heads.size, place.head_stride)
-    token = ("token", spec.states, place.token_stride)
-    outer, inner = (head, token) if order.index("H") < order.index("N") else (token, head)
-    cells = inner[1] * spec.cell_bytes
-    if inner[1] > 1 and inner[2] != spec.cell_bytes:
+    outer, inner = nested(spec, place, order)
+    cells = inner.size * spec.cell_bytes
+    if inner.size > 1 and inner.stride != spec.cell_bytes:
         broken.append(
-            f"order: {where}: {inner[0]} stride {inner[2]} is not the {spec.cell_bytes} bytes of "
-            f"a cell, innermost in {order}"
+            f"order: {where}: {inner.name} stride {inner.stride} is not the {spec.cell_bytes} "
+            f"bytes of a cell, innermost in {order}"
         )
-    if outer[1] > 1 and outer[2] < cells:
+    if outer.size > 1 and outer.stride < cells:
         broken.append(
-            f"order: {where}: {outer[0]} stride {outer[2]} is below the {cells} bytes inside it"
+            f"order: {where}: {outer.name} stride {outer.stride} is below the {cells} bytes "
+            "inside it"
         )
-    if outer[1] > MAX_PIECES and outer[2] != cells:
-        broken.append(f"order: {where}: {outer[1]} pieces, at most {MAX_PIECES}")
     return broken

@@ -237,16 +237,9 @@ def in_words(retention: Retention) -> str:
             return f"the encoder's {tokens:,} positions"
 
 
+_LASTING = (Full, Encoder, Chunk, Window, State)
+
+
 def lasting_first(retention: Retention) -> tuple[int, int]:
     """A sort key: what is kept longest comes first."""
-    match retention:
-        case Full():
-            return (0, 0)
-        case Encoder(tokens):
-            return (1, -tokens)
-        case Chunk(tokens):
-            return (2, -tokens)
-        case Window(tokens):
-            return (3, -tokens)
-        case State():
-            return (4, 0)
+    return _LASTING.index(type(retention)), -getattr(retention, "tokens", 0)

@@ -8,7 +8,7 @@ import pytest
 
 from kvstow.errors import ModelError
 from kvstow.plan.models import load_model, model_layers
-from kvstow.plan.models.catalogue import entries
+from kvstow.plan.models.catalogue import entries, repository
 
 CONFIRMED = [name for name, entry in entries().items() if "unchecked" not in entry["source"]]
 
@@ -54,10 +54,17 @@ def test_the_guide_counts_the_models_and_those_confirmed_in_full() -> None:
     guide = (ROOT / "docs/guides/plan.md").read_text("utf-8")
     assert numbers(guide, r"The catalogue has (\d+) models") == [len(entries())]
     open_ = len(entries()) - len(CONFIRMED)
-    assert numbers(guide, r"(\d+) are confirmed in full .* for the other (\d+)") == [
+    assert numbers(guide, r"(\d+) are confirmed in full .* the other (\d+)") == [
         len(CONFIRMED),
         open_,
     ]
+
+
+@pytest.mark.parametrize("name", sorted(entries()))
+def test_every_catalogue_model_has_a_repository_of_one_of_its_names(name: str) -> None:
+    known = repository(name).rpartition("/")
+    assert known[0]
+    assert load_model(known[2]).name == name
 
 
 def test_no_name_or_alias_means_two_models() -> None:

@@ -1,7 +1,8 @@
 """Real models by name: the facts that decide what they keep, and where each set came from.
 
 The data is `catalogue.json`: an object of names, each with `source` (where the facts
-were read, and after "unchecked" what nothing read confirms), `aliases`, `config` (the keys
+were read, and after "unchecked" what nothing read confirms), `repository` (where the model is,
+unless that is the one whose config.json the source names), `aliases`, `config` (the keys
 of the model's `config.json` that matter here), and `published`: `parameters`, to three digits,
 `experts`, those of them in routed experts, `weights_bytes` where they are not released in the
 model's own dtype, and `context`, the tokens that a request may have. `checked` names those of
@@ -11,11 +12,12 @@ and the context that it gives. What is published serves sizing alone, and no lay
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
-from typing import TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 from kvstow.errors import ModelError
 
@@ -33,6 +35,7 @@ class Published(TypedDict, total=False):
 
 class CatalogueEntry(TypedDict):
     source: str
+    repository: NotRequired[str]
     aliases: list[str]
     published: Published
     config: dict[str, object]
@@ -93,10 +96,13 @@ def published(name: str) -> Published:
     return Published() if known is None else known["published"]
 
 
-def source_of(name: str) -> str:
-    """Where the facts of a model were read, by its canonical name; empty for any other."""
+def repository(name: str) -> str:
+    """Where a model is on the hub, by its canonical name; empty for any other."""
     known = entries().get(name)
-    return "" if known is None else known["source"]
+    if known is None:
+        return ""
+    named = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", known["source"])
+    return known.get("repository") or (named[1] if named else "")
 
 
 def matching(words: Iterable[str]) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ size_report        what `kvstow size` answers: how many requests fit on GPUs, ho
                    needs, the fewest GPUs for it, or what a store of all requests takes
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -16,7 +15,7 @@ from typing import Any, Literal
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.manifest import fingerprint
-from kvstow.plan.models.catalogue import entries, published, source_of
+from kvstow.plan.models.catalogue import entries, published, repository
 from kvstow.plan.models.serving import element, quantised_cache
 from kvstow.plan.retention import short_name
 from kvstow.plan.sizing.capacity import (
@@ -510,14 +509,16 @@ def _command(question: SizeQuestion, sizing: Sizing) -> str:
 
 
 def _repository(question: SizeQuestion) -> str:
-    """Where the model is: its own path, or the repository that the catalogue names."""
-    model = question.deployment.model
-    name = model if isinstance(model, str) else question.config.name
-    repository = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", source_of(question.config.name))
-    if repository is None or "/" in name:
+    """Where the model is: its own path, or on the hub, under the name that was typed."""
+    model, canonical = question.deployment.model, question.config.name
+    name, known = model if isinstance(model, str) else canonical, repository(canonical)
+    if not known or "/" in name:
         return name
-    is_other = name.lower().endswith("-fp8") and not repository[1].lower().endswith("-fp8")
-    return repository[1] + ("-FP8" if is_other else "")
+    owner, _, own = known.partition("/")
+    base = name.lower().removesuffix("-fp8")
+    own = own if base in (canonical, own.lower()) else name[: len(base)]
+    is_other = name.lower() != base and not own.lower().endswith("-fp8")
+    return f"{owner}/{own}{'-FP8' if is_other else ''}"
 
 
 def _span(low: str, high: str) -> str:
