@@ -2,14 +2,14 @@
 
 import msgspec
 
-from kvstow.events.format import BlockRemoved, BlockStored, EventBatch, encode_batch
+from kvstow.events.format import BlockRemoved, BlockStored, EventBatch
 
 STORED = BlockStored([7, 8], None, [1, 2, 3, 4], 2, None, "CPU", None)
 
 
 def test_a_batch_is_an_array_of_time_events_and_rank():
     batch = EventBatch(1.5, [STORED, BlockRemoved([7], "CPU", 0)], 3)
-    assert msgspec.msgpack.decode(encode_batch(batch)) == [
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch)) == [
         1.5,
         [
             {

@@ -173,8 +173,8 @@ def _placed_in_fewest_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kin
         more = slabs.vacant.side_by_side(VACANT, min(num_slabs, slabs.num_vacant))
         slabs.claim_vacant(rows, more)
         if len(more) < num_slabs:
-            idle = _oldest_idle(slabs, slabs.groups, num_slabs - len(more))
-            more = np.sort(np.concatenate((more, _taken_over(slabs, rows, idle))))
+            idle, owners, _ = _oldest_idle(slabs, slabs.groups, num_slabs - len(more))
+            more = np.sort(np.concatenate((more, _taken_over(slabs, rows, idle, owners))))
         parts.append(rows.rows_of(more)[:missing])
     return np.sort(np.concatenate(parts))
 
@@ -247,42 +247,27 @@ def _in_vacant_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> I
 # ── evicting ──────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class IdleSlabs:
-    """Idle slabs, the owner of each, and when each was used last."""
-
-    slabs: Ints
-    owners: Ints
-    last_use: Ints
-
-    def part(self, where: Ints) -> "IdleSlabs":
-        return IdleSlabs(self.slabs[where], self.owners[where], self.last_use[where])
-
-
-def _oldest_idle(slabs: Slabs, groups: Iterable[GroupRows], count: int) -> IdleSlabs:
-    """`count` idle slabs of the groups, oldest first; among the oldest those with the
-    fewest cached rows."""
-    parts: list[IdleSlabs] = []
+def _oldest_idle(slabs: Slabs, groups: Iterable[GroupRows], count: int) -> tuple[Ints, Ints, Ints]:
+    """`count` idle slabs of the groups, oldest first, with the owner and the last use of each;
+    among the oldest those with the fewest cached rows."""
+    parts: list[Ints] = []
     for rows in groups:
         some, last_use = rows.idle.oldest(2 * count + 8)
-        parts.append(IdleSlabs(some, np.full(len(some), rows.group), last_use))
-    idle = IdleSlabs(
-        np.concatenate([part.slabs for part in parts]),
-        np.concatenate([part.owners for part in parts]),
-        np.concatenate([part.last_use for part in parts]),
-    )
-    oldest = idle.part(np.argsort(idle.last_use, kind="stable")[: 2 * count + 8])
-    cheapest = oldest.part(np.argsort(slabs.cached[oldest.slabs], kind="stable")[:count])
-    return cheapest.part(np.argsort(cheapest.last_use, kind="stable"))
+        parts.append(np.stack((some, np.full(len(some), rows.group), last_use)))
+    idle = np.concatenate(parts, axis=1)
+    idle = idle[:, np.argsort(idle[2], kind="stable")[: 2 * count + 8]]
+    idle = idle[:, np.argsort(slabs.cached[idle[0]], kind="stable")[:count]]
+    some, owners, last_use = idle[:, np.argsort(idle[2], kind="stable")]
+    return some, owners, last_use
 
 
-def _taken_over(slabs: Slabs, rows: GroupRows, idle: IdleSlabs) -> Ints:
+def _taken_over(slabs: Slabs, rows: GroupRows, idle: Ints, owners: Ints) -> Ints:
     """Idle slabs made the group's own, ascending; what was cached in them is gone."""
     for other in slabs.groups:
-        if len(lost := idle.slabs[idle.owners == other.group]):
+        if len(lost := idle[owners == other.group]):
             slabs.empty(other, lost)
-    slabs.claim(rows, idle.slabs)
-    return np.sort(idle.slabs)
+    slabs.claim(rows, idle)
+    return np.sort(idle)
 
 
 def _evicted(slabs: Slabs, rows: GroupRows, count: int) -> Ints:
@@ -291,14 +276,16 @@ def _evicted(slabs: Slabs, rows: GroupRows, count: int) -> Ints:
     gained = NONE
     others = [other for other in slabs.groups if other is not rows and len(other.idle)]
     if others:
-        idle = _oldest_idle(slabs, others, ceil_div(count, rows.per_slab))
-        order = np.argsort(np.concatenate((last_use, idle.last_use)), kind="stable")
+        num_slabs = ceil_div(count, rows.per_slab)
+        idle, owners, idle_since = _oldest_idle(slabs, others, num_slabs)
+        order = np.argsort(np.concatenate((last_use, idle_since)), kind="stable")
         is_slab = order >= len(own)
         reach = np.where(is_slab, rows.per_slab, 1).cumsum()
         oldest = order[: int(np.searchsorted(reach, count)) + 1]
         foreign = oldest[oldest >= len(own)] - len(own)
         if len(foreign):
-            gained = rows.rows_of(_taken_over(slabs, rows, idle.part(foreign)))[:count]
+            taken = _taken_over(slabs, rows, idle[foreign], owners[foreign])
+            gained = rows.rows_of(taken)[:count]
     own = own[: count - len(gained)]
     slabs.evict(rows, own)
     return np.sort(np.concatenate((gained, own)))

@@ -28,7 +28,7 @@ from kvstow.blocks.rows import (
 )
 from kvstow.blocks.slabs import OnEvict, SlabMap, Slabs, broken_counts, slab_map
 from kvstow.errors import BlockError, OutOfBlocks, WrongThread
-from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 
@@ -56,7 +56,7 @@ class Pool:
         self._slabs: list[Slabs] = []
         by_group: dict[int, tuple[Slabs, GroupRows]] = {}
         for members in layout.sharing:
-            slabs = _slabs_of(layout, members, self._evicted)
+            slabs = Slabs(layout, members, self._evicted)
             self._slabs.append(slabs)
             by_group |= {rows.group: (slabs, rows) for rows in slabs.groups}
         self._of = [by_group[g] for g in range(len(layout.groups))]
@@ -302,28 +302,6 @@ class Pool:
         broken = [line for slabs in self._slabs for line in broken_counts(slabs)]
         if broken:
             raise BlockError("\n".join(broken))
-
-
-def _slabs_of(layout: Layout, members: tuple[int, ...], on_evict: OnEvict) -> Slabs:
-    """The slabs that some groups share. A group that is alone has one row per slab."""
-    is_alone = len(members) == 1
-    slabs_each = layout.groups[members[0]].rows_per_slab if is_alone else 1
-    groups = [
-        GroupRows(
-            group=g,
-            name=layout.groups[g].group.name,
-            num_slabs=layout.num_slabs * slabs_each,
-            per_slab=1 if is_alone else layout.groups[g].rows_per_slab,
-            num_null=NULL_SLABS * layout.groups[g].rows_per_slab,
-        )
-        for g in members
-    ]
-    return Slabs(
-        groups,
-        num_slabs=layout.num_slabs * slabs_each,
-        num_null=NULL_SLABS * slabs_each,
-        on_evict=on_evict,
-    )
 
 
 def _each_once(ids: Ints) -> tuple[Ints, int | Ints]:

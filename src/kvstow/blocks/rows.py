@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import BlockError
+from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints, ceil_div
 
@@ -223,7 +224,7 @@ class LruQueue:
 
 
 class GroupRows:
-    """The rows of one group: `num_slabs` slabs of `per_slab` rows; the first `num_null`
+    """The rows of one group, `per_slab` to each of `num_slabs` slabs; the first `num_null`
     rows are never given out.
 
     Slabs with free rows are listed in `partial` by the number of those: at level `1 … top` by the
@@ -231,20 +232,12 @@ class GroupRows:
     (`brief`).
     """
 
-    def __init__(
-        self,
-        *,
-        group: int,
-        name: str,
-        num_slabs: int,
-        per_slab: int,
-        num_null: int,
-    ) -> None:
+    def __init__(self, layout: Layout, group: int, *, num_slabs: int) -> None:
         self.group = group
-        self.name = name
-        self.per_slab = per_slab
-        self.num_rows = num_slabs * per_slab
-        self.num_null = num_null
+        self.name = layout.groups[group].group.name
+        self.num_rows = layout.num_blocks(group)
+        self.num_null = NULL_SLABS * layout.groups[group].rows_per_slab
+        self.per_slab = per_slab = self.num_rows // num_slabs
         self.refs = np.zeros(self.num_rows, np.int64)
         self.state = np.full(self.num_rows, FREE, np.int8)
         self.generations = np.zeros(self.num_rows, np.int64)

@@ -8,8 +8,6 @@ A slab without held or cached rows is nobody's. One without held rows is *idle*:
 may have it, which costs its owner the cached rows in it. So a set of demands can be met
 exactly when the slabs that they need beyond each group's spare rows are not more than the
 idle ones (`missing`), and that is known before anything is changed.
-
-A group that shares slabs with nobody is kept here with one row per slab.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.blocks.rows import FREE, KEPT, NEW, FreeSlabs, GroupRows
+from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints, ceil_div
 
@@ -32,14 +31,14 @@ NOBODY = -1
 
 
 class Slabs:
-    """Slabs `[num_null, num_slabs)`, passed around among `groups`."""
+    """Slabs `[num_null, num_slabs)`, passed around among some groups of a layout. A group that is
+    alone has slabs of one row."""
 
-    def __init__(
-        self, groups: Sequence[GroupRows], *, num_slabs: int, num_null: int, on_evict: OnEvict
-    ) -> None:
-        self.groups = tuple(groups)
-        self.num_slabs = num_slabs
-        self.num_null = num_null
+    def __init__(self, layout: Layout, members: Sequence[int], on_evict: OnEvict) -> None:
+        slabs_each = layout.groups[members[0]].rows_per_slab if len(members) == 1 else 1
+        self.num_slabs = num_slabs = layout.num_slabs * slabs_each
+        self.num_null = num_null = NULL_SLABS * slabs_each
+        self.groups = tuple(GroupRows(layout, g, num_slabs=num_slabs) for g in members)
         self.owner = np.full(num_slabs, NOBODY, np.int64)
         self.last_owner = np.full(num_slabs, NOBODY, np.int64)
         self.held = np.zeros(num_slabs, np.int64)

@@ -63,11 +63,3 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
     ts: float
     events: list[CacheEvent]
     data_parallel_rank: int | None = None
-
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode_batch(batch: EventBatch) -> bytes:
-    """The batch as MessagePack."""
-    return _encoder.encode(batch)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
+import msgspec
 import zmq
 
 from kvstow.errors import SpecError
@@ -22,7 +23,6 @@ from kvstow.events.format import (
     SEQUENCE_BYTES,
     CacheEvent,
     EventBatch,
-    encode_batch,
 )
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class EventPublisher:
         """Publish a batch, unless it is empty; from any thread."""
         if not events:
             return
-        payload = encode_batch(EventBatch(time.time(), list(events), self._rank))
+        payload = msgspec.msgpack.encode(EventBatch(time.time(), list(events), self._rank))
         with self._lock:
             number = self._next
             self._next += 1

@@ -8,10 +8,11 @@ comes from that peer; where several hold it alike, one of them is chosen:
     destination     └ rank 0 ┘  └ rank 1 ┘     tp 2: rank 0 reads 0 and 2, rank 1 reads 5 and 7
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
+from typing import NamedTuple
 
 from kvstow.errors import RouteError
 from kvstow.plan.layout import Layout
@@ -33,15 +34,17 @@ class SourceRoute:
     claims: Claims
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Part of one field of one layer, and who holds it."""
+class _Piece(NamedTuple):
+    """Part of one field, and who holds it."""
 
-    layer: str
     field: str
     box: Box
     holders: Holders
     nbytes: int
+
+
+_Pieces = Sequence[tuple[str, _Piece]]
+"""Each with the name of its layer."""
 
 
 def sources(
@@ -64,8 +67,8 @@ def sources(
     _check_held(pieces)
     choice = _choose(pieces, destination.tp[0] + turn)
     claims: dict[int, dict[str, dict[str, list[Box]]]] = {}
-    for piece in pieces:
-        layer = claims.setdefault(choice[piece.holders], {}).setdefault(piece.layer, {})
+    for name, piece in pieces:
+        layer = claims.setdefault(choice[piece.holders], {}).setdefault(name, {})
         layer.setdefault(piece.field, []).append(piece.box)
     return tuple(
         SourceRoute(
@@ -75,10 +78,10 @@ def sources(
     )
 
 
-def _choose(pieces: Sequence[_Piece], turn: int) -> Mapping[Holders, int]:
+def _choose(pieces: _Pieces, turn: int) -> Mapping[Holders, int]:
     """For each set of holders, the one to read from."""
     nbytes: dict[Holders, int] = {}
-    for piece in pieces:
+    for _, piece in pieces:
         nbytes[piece.holders] = nbytes.get(piece.holders, 0) + piece.nbytes
     choice: dict[Holders, int] = {}
     load: dict[int, int] = {}
@@ -91,21 +94,21 @@ def _choose(pieces: Sequence[_Piece], turn: int) -> Mapping[Holders, int]:
     return choice
 
 
-def _check_held(pieces: Sequence[_Piece]) -> None:
+def _check_held(pieces: _Pieces) -> None:
     lacking = [
-        f"layer {piece.layer!r}: field {piece.field!r}: no source holds "
+        f"layer {name!r}: field {piece.field!r}: no source holds "
         f"heads [{piece.box[0][0]}, {piece.box[0][1]}), {list(piece.box[1:])} of its axes"
-        for piece in pieces
+        for name, piece in pieces
         if not piece.holders
     ]
     if lacking:
         raise RouteError(tuple(lacking))
 
 
-def _pieces(layouts: Sequence[Layout], destination: Layout) -> list[_Piece]:
+def _pieces(layouts: Sequence[Layout], destination: Layout) -> _Pieces:
     """Every byte of the destination, cut by who holds it."""
-    cuts: dict[object, list[tuple[str, Box, Holders, int]]] = {}
-    pieces: list[_Piece] = []
+    cuts: dict[object, list[_Piece]] = {}
+    pieces: list[tuple[str, _Piece]] = []
     for name, (_, spec, _) in destination.layers.items():
         held = {
             i: layout.layers[name][1] for i, layout in enumerate(layouts) if name in layout.layers
@@ -113,15 +116,12 @@ def _pieces(layouts: Sequence[Layout], destination: Layout) -> list[_Piece]:
         parts = tuple((i, peer.heads, peer.fields) for i, peer in held.items())
         key = (spec.heads, spec.fields, spec.states, parts)
         if key not in cuts:
-            cuts[key] = _layer_pieces(spec, held)
-        pieces += [_Piece(name, *piece) for piece in cuts[key]]
+            cuts[key] = list(_layer_pieces(spec, held))
+        pieces += [(name, piece) for piece in cuts[key]]
     return pieces
 
 
-def _layer_pieces(
-    spec: LayerSpec, held: Mapping[int, LayerSpec]
-) -> list[tuple[str, Box, Holders, int]]:
-    pieces: list[tuple[str, Box, Holders, int]] = []
+def _layer_pieces(spec: LayerSpec, held: Mapping[int, LayerSpec]) -> Iterator[_Piece]:
     for field in spec.fields:
         fields = {i: peer.field(field.name) for i, peer in held.items()}
         cuts = [_cut(spec.heads, {i: peer.heads for i, peer in held.items()})]
@@ -131,8 +131,7 @@ def _layer_pieces(
             box = tuple(interval for interval, _ in parts)
             holders = parts[0][1].intersection(*(holders for _, holders in parts))
             size = prod(hi - lo for lo, hi in box) * field.dtype.bits * spec.states // 8
-            pieces.append((field.name, box, tuple(sorted(holders)), size))
-    return pieces
+            yield _Piece(field.name, box, tuple(sorted(holders)), size)
 
 
 def _cut(extent: Extent, held: Mapping[int, Extent]) -> list[tuple[Interval, frozenset[int]]]:

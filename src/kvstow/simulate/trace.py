@@ -85,15 +85,18 @@ def read_trace(path: Path) -> list[TraceRequest]:
     """
     lines = _lines(path)
     first = next((line for line in lines if line.strip()), b"")
+    decode = msgspec.json.Decoder(TraceRequest).decode
     if first.removeprefix(b"\xef\xbb\xbf").strip() == AZURE_HEADER:
-        requests = _from_zero(_decoded(path, lines, _azure))
+        decode = _azure
     elif b'"input_length"' in first:
-        requests = _from_zero(_decoded(path, lines, _mooncake))
-    else:
-        requests = _decoded(path, lines, msgspec.json.Decoder(TraceRequest).decode)
+        decode = _mooncake
+    requests = _decoded(path, lines, decode)
     if not requests:
         raise TraceError(f"{path}: no requests in it")
-    return requests
+    if decode not in (_azure, _mooncake):
+        return requests
+    start = requests[0].arrival
+    return [msgspec.structs.replace(each, arrival=each.arrival - start) for each in requests]
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -130,11 +133,6 @@ def _decoded(
                 "Azure's table"
             ) from error
     return sorted(requests, key=lambda request: request.arrival)
-
-
-def _from_zero(requests: list[TraceRequest]) -> list[TraceRequest]:
-    start = requests[0].arrival if requests else 0.0
-    return [msgspec.structs.replace(each, arrival=each.arrival - start) for each in requests]
 
 
 class MooncakeRequest(msgspec.Struct, frozen=True):
