@@ -96,7 +96,13 @@ TARGETS = {
     "digest": Target("memory/digest", ("memory/test_digest", "transfer/test_digests")),
     "keys": Target("memory/digest_keys", ("memory/test_digest",)),
     "prefix": Target(
-        "blocks/prefix", ("blocks/test_prefix", "blocks/test_events", "laws/test_blocks_prefix")
+        "blocks/prefix",
+        (
+            "blocks/test_prefix",
+            "blocks/test_events",
+            "blocks/test_ledger",
+            "laws/test_blocks_prefix",
+        ),
     ),
     "pairs": Target(
         "route/blocks", ("route/test_lanes", "route/test_blocks", "laws/test_route_law")
