@@ -88,7 +88,13 @@ TARGETS = {
         "blocks/slabs", ("blocks/test_slabs", "blocks/test_pool", "laws/test_blocks_pool")
     ),
     "ledger": Target(
-        "blocks/ledger", ("blocks/test_ledger", "blocks/test_prefix", "laws/test_blocks_ledger")
+        "blocks/ledger",
+        (
+            "blocks/test_ledger",
+            "blocks/test_requests",
+            "blocks/test_prefix",
+            "laws/test_blocks_ledger",
+        ),
     ),
     "table": Target(
         "blocks/table", ("blocks/test_table", "blocks/test_ledger", "laws/test_blocks_ledger")

@@ -76,6 +76,7 @@ def test_growing_inside_a_block_holds_nothing_more() -> None:
     for n in (1, 2, 3, 4):
         ledger.grow(request, n)
         assert len(ledger.blocks(request)[0]) == 1
+        assert ledger.unfilled_tokens(0) == 4 - n
     ledger.grow(request, 5)
     assert len(ledger.blocks(request)[0]) == 2
 
@@ -273,6 +274,7 @@ def test_requests_belong_to_the_thread_that_owns_the_pool() -> None:
         lambda: ledger.admit(3),
         lambda: ledger.grow(request, 6),
         lambda: ledger.append(request, [1]),
+        lambda: ledger.received(request),
         lambda: ledger.fork(request),
         lambda: ledger.release(request),
     )
@@ -324,6 +326,7 @@ def test_a_request_that_starts_from_a_checkpoint_copies_it_first() -> None:
     (checkpoint,) = ledger.grow(first.request, 8)
     ledger.grow(first.request, 10)
     ledger.release(first.request)
+    assert ledger.pool.num_held(1) == 0
     again = ledger.admit(Prompt.of(ids[:6]))
     assert again.hit_tokens == 4
     assert again.copies == (

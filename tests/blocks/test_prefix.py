@@ -67,29 +67,6 @@ def test_full_attention_hits_whole_blocks_short_of_the_last_token() -> None:
     assert ledger.hit_tokens(Prompt.of(other + ids)) == 4
 
 
-def test_a_window_hit_needs_only_the_last_window() -> None:
-    ledger = ledger_of(layer("a", Window(4), tokens=2))
-    ids = tokens(20)
-    request = computed(ledger, Prompt.of(ids), step=2)
-    ledger.release(request)
-    held = ledger.prefixes.hit(Prompt.of([*ids, 1]))
-    assert held.num_tokens == 20
-    assert held.blocks[0].index.tolist() == [8, 9]
-
-
-def test_the_hit_is_the_longest_that_all_groups_serve() -> None:
-    ledger = ledger_of(layer("a", tokens=2), layer("b", Window(4), tokens=2, dim=48))
-    ids = tokens(20)
-    ledger.release(computed(ledger, Prompt.of(ids), step=4))
-    hit = ledger.prefixes.hit(Prompt.of([*ids, 1]))
-    assert hit.num_tokens == 20
-    ledger.pool.forget(1, hit.blocks[1].ids[-1:])
-    shorter = ledger.prefixes.hit(Prompt.of([*ids, 1]))
-    assert shorter.num_tokens == 18
-    ledger.pool.forget(0, hit.blocks[0].ids[3:4])
-    assert ledger.prefixes.hit(Prompt.of([*ids, 1])).num_tokens <= 6
-
-
 def test_a_recurrent_hit_needs_a_checkpoint_at_exactly_its_length() -> None:
     ledger = ledger_of(layer("a", tokens=2), state("b", tokens=8))
     ids = tokens(30)
@@ -103,14 +80,6 @@ def test_a_prompt_computed_in_one_go_leaves_no_checkpoint_on_its_way() -> None:
     ids = tokens(30)
     ledger.release(computed(ledger, Prompt.of(ids)))
     assert ledger.hit_tokens(Prompt.of(ids + ids)) == 0
-
-
-def test_blocks_of_unequal_tokens_hit_where_all_end() -> None:
-    ledger = ledger_of(layer("a", tokens=4), layer("b", Window(9), tokens=6, dim=48))
-    ids = tokens(40)
-    ledger.release(computed(ledger, Prompt.of(ids), step=4))
-    assert ledger.hit_tokens(Prompt.of(ids)) == 36
-    assert ledger.hit_tokens(Prompt.of(ids[:36])) == 24
 
 
 # ── confirmation ──────────────────────────────────────────────────────────────────────

@@ -49,3 +49,10 @@ def test_hundreds_of_requests_get_slots_as_they_come() -> None:
     assert len(ledger) == 250
     ledger.release(handles[1::2])
     assert ledger.pool.num_held(0) == ledger.pool.num_held(1) == 0
+
+
+def test_a_fork_gets_a_slot_where_all_are_taken() -> None:
+    ledger = ledger_of(layer("a"), num_slabs=100)
+    handles = [ledger.admit(1).request for _ in range(64)]
+    assert ledger.fork(handles[0]).request not in handles
+    assert len(ledger) == 65

@@ -111,16 +111,6 @@ def test_times_follow_from_the_rates(tmp_path: Path) -> None:
     assert figures["output_tokens_per_second"] == pytest.approx(100 / 4.01)
 
 
-def test_the_page_tells_memory_requests_seed_and_command(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    shape = ["--memory", "2GiB", "--requests", "5", "--seed", "7", "--html", str(page)]
-    simulated(*shape)
-    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
-    assert (data["requests"], data["arena_bytes"], data["seed"]) == (5, 2 << 30, 7)
-    assert data["command"].startswith("kvstow simulate gpt-oss-20b --memory 2GiB")
-    assert "--seed 7" in data["command"]
-
-
 def test_the_command_on_the_page_makes_the_page_again(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     shape = ["--requests", "20", "--seconds", "1", "--rank", "1", "--tp", "2"]

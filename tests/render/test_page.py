@@ -16,7 +16,7 @@ from kvstow.cli import app
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
 from kvstow.plan.models import model_layers
-from kvstow.plan.pack import Site, packed, separate
+from kvstow.plan.pack import Site, packed
 from kvstow.render.data import Index, group_records, layout_record
 from kvstow.render.page import asset, embedded, page
 from kvstow.route.route import plan_route
@@ -128,14 +128,6 @@ def test_a_record_has_the_numbers_of_the_address_law(name, order):
         assert group["num_layers"] == len(layout.groups[g].group.layers)
 
 
-def test_kinds_are_shared_by_layers_that_differ_only_in_name():
-    index = Index()
-    layout_record(layouts(), index)
-    record = index.record()
-    assert len(record["names"]) == 18
-    assert len(record["kinds"]) == 2
-
-
 def test_the_plan_page_holds_what_plan_says_for_every_variant(tmp_path):
     file = tmp_path / "page.html"
     run("plan", "gemma-3-270m", "--memory", "1GiB", "--html", str(file))
@@ -220,15 +212,6 @@ def test_blocks_of_one_period_stand_side_by_side():
     assert record["destination"]["num_blocks"] == 2
     ends = max(band[3] + band[4] for band in record["bands"])
     assert ends == 2 * record["destination"]["block_bytes"]
-
-
-def test_a_band_from_separate_to_packed_lies_inside_both_sides():
-    groups = grouped(model_layers("gemma-3-270m").layers)
-    source, destination = separate(groups, num_slabs=3), packed(groups, num_slabs=3)
-    for record in group_records({"r": plan_route(source, destination)}, destination):
-        for _, s, s_bytes, d, d_bytes, _, _ in record["bands"]:
-            assert 0 <= s < s + s_bytes <= record["source_bytes"]
-            assert 0 <= d < d + d_bytes <= record["destination"]["block_bytes"]
 
 
 def test_the_route_page_holds_the_document_of_route(tmp_path):

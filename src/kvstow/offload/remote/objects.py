@@ -26,7 +26,7 @@ import xxhash
 from kvstow.offload.remote.client import Range
 from kvstow.offload.tier import Bytes
 from kvstow.plan.layout import Layout, placed_sections
-from kvstow.plan.view import Ints, align_up
+from kvstow.plan.view import Ints, align_up, merged
 
 MAGIC = b"kvstow\x00r"
 VERSION = 1
@@ -115,10 +115,8 @@ class RowObjects:
         """The bytes of bands in the row, in the fewest ranges."""
         run_starts, run_ends, owners = self._runs
         which = np.isin(owners, bands)
-        starts, ends = run_starts[which], run_ends[which]
-        apart = np.flatnonzero(starts[1:] != ends[:-1]) + 1
-        first, last = np.append(0, apart), np.append(apart, len(starts)) - 1
-        return list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
+        starts, lengths = merged(run_starts[which], (run_ends - run_starts)[which])
+        return list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
 
     def checksums(self, row: Bytes, bands: Ints | None = None) -> Checksums:
         """The checksums of some bands of a row, or of all."""
