@@ -52,7 +52,7 @@ def alignment(wishes: Iterable[str]) -> Alignment:
     A bare size is one for pages, and so for rows. The base becomes a multiple of all of
     them: an offset in the arena is only as aligned as the arena is.
     """
-    asked = {"page": _USUAL.page, "row": _USUAL.row, "base": _USUAL.base}
+    multiples = {"page": _USUAL.page, "row": _USUAL.row, "base": _USUAL.base}
     demands: list[Demand] = []
     for wish in wishes:
         what, _, text = wish.rpartition("=")
@@ -60,14 +60,14 @@ def alignment(wishes: Iterable[str]) -> Alignment:
             multiple = parse_size(text)
         except PlanError as error:
             raise typer.BadParameter(f"{wish}: {error}", param_hint="'--align'") from error
-        if (what or "page") in asked:
-            asked[what or "page"] = multiple
+        if (what or "page") in multiples:
+            multiples[what or "page"] = multiple
         else:
             demands.append(Demand(layers=what, multiple=multiple))
     return Alignment(
-        page=asked["page"],
-        row=asked["row"],
-        base=lcm(*asked.values(), *(demand.multiple for demand in demands)),
+        page=multiples["page"],
+        row=multiples["row"],
+        base=lcm(*multiples.values(), *(demand.multiple for demand in demands)),
         demands=tuple(demands),
     )
 
@@ -152,11 +152,11 @@ def planning(command: Callable[..., Any]) -> Callable[..., Any]:
     them as `deployment` and `rank`. Ends with 2 on values that contradict each other."""
 
     def run(**values: Any) -> Any:
-        chosen = {name: values.pop(name) for name in shared if name not in own}
-        rank = chosen.pop("rank")
-        chosen["alignment"] = alignment(chosen.pop("align") or ())
+        options = {name: values.pop(name) for name in shared if name not in own}
+        rank = options.pop("rank")
+        options["alignment"] = alignment(options.pop("align") or ())
         with usage(PlanError):
-            deployment = Deployment(**chosen)
+            deployment = Deployment(**options)
         return command(deployment=deployment, rank=rank, **values)
 
     own = dict(signature(command).parameters)
