@@ -59,6 +59,10 @@ SHORT = {
     f"Union[{ARRAY_LIKE}]": "ArrayLike",
     f"Union[{ARRAY_LIKE}, NoneType]": "ArrayLike | None",
     "ndarray[tuple[Any, ...], dtype[int64]]": "Ints",
+    "ndarray[tuple[Any, ...], dtype[bool]]": "Bools",
+    "ndarray[tuple[Any, ...], dtype[uint8]]": "Bytes",
+    "Optional[Literal['mapped', 'read', 'write', 'slots']]": "str | None",
+    "Optional[Literal['always', 'sample', 'off']]": "str | None",
     "Union[Literal['memmove', 'batch', 'kernel', 'plain'], Literal['auto']]": "str",
 }
 PLAIN = (bool, bytes, float, int, str, tuple)
@@ -103,7 +107,8 @@ def entry(name: str, value: Any = None, source: str = "") -> list[str]:
     value = getattr(kvstow, name) if value is None else value
     heading = name if source else f"kvstow.{name}"
     text = [f"### {heading}", "", "```python", source or f"from kvstow import {name}", "```", ""]
-    if not source or inspect.isfunction(value) or is_dataclass(value) or issubclass(value, tuple):
+    is_inner = any(name in names for names in INNER.values())
+    if not source or is_inner or is_dataclass(value) or issubclass(value, tuple):
         text += ["```text", called(name, value), "```", ""]
     text += [prose(value), ""]
     if inspect.isclass(value):
@@ -222,7 +227,7 @@ def annotation(value: Any) -> str:
     text = re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z\w])", "", text)
     for long, short in SHORT.items():
         text = text.replace(long, short)
-    return text
+    return re.sub(r"ndarray\[tuple\[Any, \.\.\.\], dtype\[(\w+)\]\]", r"ndarray[\1]", text)
 
 
 def prose(value: Any) -> str:

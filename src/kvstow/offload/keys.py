@@ -40,7 +40,7 @@ def block_keys(identity: Identity, prompt: Prompt, block_tokens: int) -> list[by
 
     `identity` is that of the computation. A request with an adapter or a tenant's salt of its
     own takes `identity.for_request(adapter=…, salt=…)`. Images, embeddings and other content
-    that the token ids do not tell come in `Prompt.of(tokens, extra=…)`.
+    that token ids do not identify go into `Prompt.of(tokens, extra=…)`.
     """
     if block_tokens < 1:
         raise StoreError(f"no block has {block_tokens} tokens")

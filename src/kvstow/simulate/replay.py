@@ -126,10 +126,10 @@ def shares(samples: list[Waste]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How an engine works: seconds a step, tokens of prompts a step, samples.
+    """How fast an engine works: seconds per step, prompt tokens per step, steps per sample.
 
     `prefill_rate` and `decode_rate` are tokens per second, of all requests together.
-    Nobody is admitted whose prompt would have more than `load` of the arena held.
+    No request is admitted whose prompt would bring the held share of the arena above `load`.
     """
 
     step_seconds: float = 0.025
@@ -269,8 +269,8 @@ class Replay:
         max_seconds: float = float("inf"),
         progress: Callable[[int, int], None] | None = None,
     ) -> ReplayRecord:
-        """Replay until all is done, so many steps or so many seconds; `progress` is told
-        requests done and all."""
+        """Replay to the end, or for so many steps or seconds. `progress` is called with the
+        numbers of finished requests and of all."""
         total = len(self._waiting)
         while self._waiting or self._running:
             if self.seconds >= max_seconds or (max_steps is not None and self._step >= max_steps):

@@ -17,7 +17,7 @@ ASSUMED = " These rates are assumed: give those of your engine."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
-    """Figures of one policy; waste in parts of the bytes in use."""
+    """Figures of one policy; waste as shares of the bytes in use."""
 
     mean_requests: float
     peak_requests: int

@@ -33,7 +33,7 @@ class JobKind(IntEnum):
 
 
 class MoverJob:
-    """Rows on their way between tiers. Ask from any thread."""
+    """Rows on their way between tiers. May be used from any thread."""
 
     def __init__(
         self,
