@@ -213,16 +213,6 @@ def test_a_request_whose_adapter_lies_nowhere_is_not_shareable():
     assert not request_of(vllm_request(lora_request=lora("a", "/nowhere"))).shareable
 
 
-def test_a_request_whose_adapter_was_written_anew_is_not_shareable(tmp_path: Path):
-    known, weights = AdapterNames(), tmp_path / "adapter_model.bin"
-    shared: list[bool] = []
-    for content in (b"one", b"one", b"two", b"one"):
-        weights.write_bytes(content)
-        asking = vllm_request(lora_request=lora("a", str(tmp_path)))
-        shared.append(request_of(asking, known).shareable)
-    assert shared == [True, True, False, True]
-
-
 def test_a_request_whose_adapter_was_replaced_by_an_older_file_is_not_shareable(tmp_path: Path):
     """Copies keep their times, and clocks are set back."""
     known, weights = AdapterNames(), tmp_path / "adapter_model.bin"
@@ -264,16 +254,6 @@ def test_an_adapter_is_known_by_its_weights_where_they_lie_on_disk(tmp_path: Pat
     ]
     assert found[0] != found[1]
     assert str(tmp_path) not in found[0]
-
-
-def test_an_adapter_that_was_written_anew_is_another_one(tmp_path: Path):
-    weights = tmp_path / "adapter_model.bin"
-    known: list[str] = []
-    for number, content in enumerate((b"one", b"two")):
-        weights.write_bytes(content)
-        os.utime(weights, ns=(number, number))
-        known.append(request_of(vllm_request(lora_request=lora("a", str(tmp_path)))).adapter)
-    assert known[0] != known[1]
 
 
 # ── numbers of leases ─────────────────────────────────────────────────────────────────

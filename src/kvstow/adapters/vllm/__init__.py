@@ -16,6 +16,7 @@ engine      what vLLM must offer, checked at start
 counts      what is counted, and its names on vLLM's /metrics
 metrics     the same in vLLM's classes
 bases       vLLM's classes that the connector extends
+secondary   our stores below vLLM's own offloading, without the connector
 plugin      what is changed in vLLM: the connector's name, weight versions, an option for its steps
 
 What a request goes through; each line of the scheduler's, then of every rank's:

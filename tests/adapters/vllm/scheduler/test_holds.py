@@ -5,7 +5,6 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,36 +29,6 @@ def side() -> tuple[SchedulerSide, Pool]:
     made, pool = SchedulerSide(engine_state(declaration("BLHNC"))), Pool()
     made.bind(pool)  # pyright: ignore
     return made, pool
-
-
-def test_a_block_is_held_until_every_rank_that_held_it_has_let_go():
-    made, pool = side()
-    both = of("r0", {1: (3, 4)})
-    both.join(of("r1", {1: (4, 5)}))
-    made.apply(both)
-    assert pool.held == {3, 4, 5}
-    made.apply(of("r0", {}, (1,)))
-    assert pool.held == {4, 5}
-    made.apply(of("r1", {}, (1,)))
-    assert pool.held == set()
-    assert made.counts == {"held_blocks": 3, "released_blocks": 3}
-
-
-def test_a_rank_that_lets_go_in_the_very_report_that_tells_of_it_leaves_nothing_behind():
-    made, pool = side()
-    made.apply(of("r0", {1: (3,)}, (1,)))
-    assert pool.held == set()
-    assert len(made.held) == 0
-
-
-def test_a_hold_is_given_back_once():
-    made, _ = side()
-    made.apply(of("r0", {1: (3,)}))
-    with pytest.raises(AssertionError, match="held already"):
-        made.apply(of("r0", {1: (3,)}))
-    made.apply(of("r0", {}, (1,)))
-    with pytest.raises(KeyError):
-        made.apply(of("r0", {}, (1,)))
 
 
 def test_a_report_of_held_blocks_alone_is_told():

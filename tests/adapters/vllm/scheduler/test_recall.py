@@ -443,41 +443,6 @@ def stored_keys(request: EngineRequest, identity: Identity = IDENTITY) -> tuple[
     return order.rows[1][0] if order else ()
 
 
-def test_a_block_key_names_everything_before_the_block():
-    first, second = stored_keys(asked("d")), stored_keys(asked("d", [9, *LONG[1:]]))
-    assert len(first) == len(second) == 6
-    assert not set(first) & set(second)
-    assert stored_keys(asked("d", LONG[:9])) == first[:2]
-
-
-@pytest.mark.parametrize(
-    "change", [{"salt": "t"}, {"adapter": "t"}, {"extra": ((0, b"image"),)}], ids=str
-)
-def test_requests_that_differ_in_more_than_tokens_share_no_keys(change: dict[str, Any]):
-    assert not set(stored_keys(asked("d"))) & set(stored_keys(asked("d", **change)))
-
-
-def test_blocks_before_an_image_are_shared_and_those_from_it_on_are_not():
-    plain, image = stored_keys(asked("d")), stored_keys(asked("d", extra=((10, b"image"),)))
-    assert plain[:2] == image[:2]
-    assert not set(plain[2:]) & set(image[2:])
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(NAMED, weights="another checkpoint"),
-        replace(NAMED, config=(("rope_theta", "5000"),)),
-        replace(NAMED, kv_dtype="fp8_e5m2"),
-        replace(NAMED, interior="cpu-transposed"),
-        replace(NAMED, tokenizer="another"),
-    ],
-    ids=["weights", "rope", "dtype", "interior", "tokenizer"],
-)
-def test_models_of_one_name_that_compute_otherwise_share_no_keys(other: Identity):
-    assert not set(stored_keys(asked("d"), NAMED)) & set(stored_keys(asked("d"), other))
-
-
 def test_a_request_with_embeddings_is_neither_looked_up_nor_stored():
     """Its token ids say nothing about its cache."""
     recall, _ = made(WITH_DISK)
@@ -487,10 +452,3 @@ def test_a_request_with_embeddings_is_neither_looked_up_nor_stored():
     assert "e" not in recall.due
     recall.ended("e", ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 2, 3)), 24)
     assert len(recall.stores) == 0
-
-
-def test_a_prompt_shorter_than_a_block_is_neither_looked_up_nor_stored():
-    recall, _ = made(WITH_DISK)
-    assert recall.ask(asked("d", [1, 2, 3, 4])) is None
-    assert recall.matched("d", 0) == 0
-    assert recall.due["d"] == 4

@@ -273,18 +273,6 @@ def listed(*ids: int) -> Mapping[int, Blocks]:
     return {0: Blocks.first(list(ids))}
 
 
-def test_a_generation_ends_with_the_last_lease_on_a_block():
-    pins = PinnedBlocks(1, 8)
-    first = pins.pin(listed(1, 2))
-    second = pins.pin(listed(2, 3))
-    assert first[0][1] == second[0][0]
-    pins.unpin(listed(1, 2))
-    assert pins.pin(listed(2))[0][0] == second[0][0]
-    pins.unpin(listed(2, 3))
-    pins.unpin(listed(2))
-    assert pins.pin(listed(1, 2, 3))[0].tolist() == [first[0][0] + 1] * 3
-
-
 def test_no_generation_of_a_block_ever_comes_again():
     pins = PinnedBlocks(1, 4)
     rng = np.random.default_rng(1)

@@ -33,7 +33,7 @@ from pretended_engine import (
     declaration,
 )
 from recorded_vllm import engine_state
-from servers import Valkey, free_ports
+from servers import free_ports
 from waiting import wait_for
 
 SETTINGS = ConnectorOptions(digest="always", lease_seconds=60, transfer_seconds=20)
@@ -400,16 +400,6 @@ def wait_until_read(prefill: Engine) -> None:
     assert not prefill.hands.agent.server.leases
 
 
-def test_a_stale_ticket_of_such_an_engine_fails_after_its_blocks_were_offered_again():
-    with started(BRIEF, "BLHNC", "BLHNC", told="at once") as (prefill, decode):
-        stale = prefill.prefill(THERE)
-        prefill.until(lambda found: "p" in found.sent)
-        prefill.fill(3)
-        prefill.prefill(THERE)
-        decode.decode(stale, HERE)
-        assert decode.until(lambda found: bool(found.received)).failed == {"d"}
-
-
 def shown(*engines: Engine) -> list[dict[str, Any]]:
     """What `kvstow status` reads at the addresses of these engines' agents."""
     addresses = [engine.hands.endpoint.address for engine in engines]
@@ -428,19 +418,6 @@ def test_status_shows_what_engines_moved(engines: tuple[Engine, Engine]):
     there, here = shown(prefill, decode)
     assert here["metrics"]['kvstow_transfers_total{outcome="accepted"}'] == 1
     assert here["peers"][0]["moved_bytes"] == there["guests"][0]["moved_bytes"] > 0
-
-
-def test_status_shows_the_tiers_of_an_engine_that_has_no_disk(tmp_path: Path):
-    with Valkey(tmp_path) as server:
-        settings = ConnectorOptions(host_bytes=1 << 20, remote=server.url)
-        engine = Engine.start(Fabric(), "engine", settings, "BLHNC")
-        (process,) = shown(engine)
-        engine.hands.close()
-    capacities = {
-        tier: process["metrics"][f'kvstow_tier_capacity_bytes{{tier="{tier}"}}']
-        for tier in ("host", "remote")
-    }
-    assert 0 < capacities["host"] <= 1 << 20
 
 
 def test_ranks_of_an_engine_listen_on_ports_that_count_up():
