@@ -50,10 +50,6 @@ def test_sizes_per_tensor_and_per_row_come_out(
     assert sum(layer.page_bytes for layer in layers) == row
 
 
-def test_the_v2_lite_row_is_the_published_1898_thousandths_of_a_mebibyte() -> None:
-    assert round(27 * 72 * KIB / MIB, 3) == 1.898
-
-
 def full_bytes(name: str) -> int:
     return sum(x.page_bytes for x in model_layers(name).layers if x.retention == Full())
 

@@ -61,15 +61,6 @@ def test_fields_without_effect_on_the_cache_do_not_count():
     assert ("rope_scaling.factor", "4.0") in plain
 
 
-def test_an_unverified_identity_never_matches_a_verified_one():
-    verified = Identity(model="m", weights="aa")
-    unverified = Identity.unverified("a test", model="m")
-    assert any("unverified" in text for text in verified.differences(unverified))
-    assert unverified.differences(Identity.unverified("another reason", model="m")) == ()
-    assert unverified.differences(Identity.unverified("a test", model="n"))
-    assert not unverified.is_verified
-
-
 def test_an_identity_says_either_its_weights_or_why_not():
     with pytest.raises(SpecError, match="hint: pass identity="):
         Identity(model="m")

@@ -101,11 +101,6 @@ def test_keys_and_values_are_no_latents() -> None:
         kv(dtype="fp8_ds_mla")
 
 
-def test_gpt2_names_its_facts_otherwise() -> None:
-    specs = model_layers({"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 32}).layers
-    assert [x.page_bytes for x in specs] == [4 * 16 * (8 + 8) * 2] * 2
-
-
 @pytest.mark.parametrize(
     ("facts", "heads"),
     [

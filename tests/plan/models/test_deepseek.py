@@ -28,16 +28,6 @@ V4_COUNTS = {
 }
 
 
-def test_mla_in_fp8_with_scales_takes_656_bytes() -> None:
-    assert mla("fp8_ds_mla").cell_bytes == 512 + 4 * (512 // 128) + 64 * 2 == 656
-
-
-def test_an_indexer_takes_132_bytes_per_token() -> None:
-    spec = indexer("i", block_tokens=64, key_dim=128)
-    assert spec.cell_bytes == 128 + 4 == 132
-    assert spec.page_bytes == 64 * 132
-
-
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp8_per_token_head"])
 def test_latents_have_no_per_head_scales(dtype: str) -> None:
     with pytest.raises(ModelError, match="latents"):

@@ -36,11 +36,6 @@ def test_an_unknown_model_type_is_read_as_an_ordinary_decoder_with_a_note() -> N
     assert model.notes == ("unknown model_type 'foo': read as an ordinary decoder",)
 
 
-def test_a_missing_model_type_is_noted() -> None:
-    model = model_layers({k: v for k, v in LLAMA.items() if k != "model_type"})
-    assert model.notes == ("no model_type: read as an ordinary decoder",)
-
-
 def test_an_unknown_model_with_latents_is_read_as_such_with_a_note() -> None:
     model = model_layers({**LLAMA, "model_type": "foo", "kv_lora_rank": 32, "qk_rope_head_dim": 8})
     assert model.layers[0].cell_bytes == (32 + 8) * 2

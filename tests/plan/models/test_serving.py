@@ -79,12 +79,6 @@ def test_a_gated_delta_net_is_split_into_pieces_of_q_k_and_v() -> None:
     assert layer.page_bytes == 1_097_728 // 2
 
 
-def test_mamba2_groups_are_replicated_and_heads_are_split() -> None:
-    layer = model_layers("bamba-9b", tp=4, tp_rank=3).layers[0]
-    assert layer.field("conv").axes[0] == Extent("channel", 8448, ((6144, 8448),))
-    assert layer.field("ssm").axes[0] == Extent("ssm_head", 128, ((96, 128),))
-
-
 def test_mamba2_groups_are_split_while_there_are_enough() -> None:
     layer = model_layers("nemotron-h-8b", tp=4, tp_rank=1).layers[0]
     pieces = ((2048, 4096), (8192 + 256, 8192 + 512), (9216 + 256, 9216 + 512))
@@ -125,11 +119,6 @@ def test_stages_are_contiguous_and_leave_nothing_out(num_layers: int, data: st.D
     assert max(map(len, stages)) - min(map(len, stages)) <= 1
 
 
-def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ModelError, match="16 layers cannot fill 17"):
-        model_layers("llama-3.2-1b", pp=17)
-
-
 def test_all_caches_of_a_decoder_layer_stay_together() -> None:
     for rank in range(3):
         names = [x.name for x in model_layers("deepseek-v4-pro", pp=3, pp_rank=rank).layers]
@@ -156,11 +145,6 @@ def test_a_missing_dtype_is_noted_and_planned_as_bfloat16() -> None:
     model = model_layers({k: v for k, v in LLAMA.items() if k != "torch_dtype"})
     assert model.layers[0].field("k").dtype is DType.BFLOAT16
     assert model.notes == ("no dtype in the configuration: planned as bfloat16",)
-
-
-def test_the_newer_key_for_the_dtype_is_read_too() -> None:
-    config = {**LLAMA, "torch_dtype": None, "dtype": "torch.float32"}
-    assert model_layers(config).layers[0].field("v").dtype is DType.FLOAT32
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "16"])

@@ -15,7 +15,6 @@ from kvstow.plan.sizing.capacity import (
     max_requests,
     max_tokens,
     request_bytes,
-    request_rows,
 )
 from planning import attention, layer_lists, recurrent
 
@@ -67,13 +66,6 @@ def test_a_request_of_a_pure_state_model_may_be_of_any_length():
     assert max_tokens(layout) is None
     assert bytes_per_token(layout) == 0
     assert max_requests(layout, 10**9) == 2
-
-
-def test_prefill_tokens_in_flight_widen_a_window_for_one_request_at_a_time():
-    layers = [attention("a", tokens=4), attention("w", tokens=4, retention=Window(8))]
-    layout = packed(grouped(layers), num_slabs=100)
-    assert request_rows(layout, 4000)[1] == 3
-    assert request_rows(layout, 4000, in_flight=32)[1] == 11
 
 
 def test_llama_8b_in_20_gib_is_arithmetic():

@@ -73,12 +73,6 @@ def test_weights_are_split_by_the_layers_of_a_stage():
     assert [stage.weights_bytes for stage in found.stages] == [600, 600, 700, 700, 600]
 
 
-@pytest.mark.parametrize("weights", [USABLE, H100, 10 * H100])
-def test_nothing_fits_beside_weights_that_fill_the_gpu(weights):
-    found = sized(tokens=1, weights=weights)
-    assert found.max_requests == 0
-
-
 @pytest.mark.parametrize(
     "model", ["llama-3.1-8b", "gpt-oss-20b", "deepseek-v4-flash", "jamba-mini"]
 )
@@ -163,13 +157,6 @@ def test_a_gpu_is_a_name_or_a_size():
 )
 def test_gpus_are_called_as_people_call_them(text, name):
     assert Gpu.parse(text).name == name
-
-
-def test_concurrency_has_the_decimals_that_requests_do_not():
-    found = sized()
-    slabs = (USABLE - LLAMA_8B) // LLAMA_ROW - 1
-    assert found.concurrency == slabs / 512
-    assert found.max_requests == int(found.concurrency)
 
 
 # ── what vLLM leaves for the cache, held against logs ─────────────────────────────────────
