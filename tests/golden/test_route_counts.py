@@ -4,7 +4,7 @@ by hand from the model's facts, and change only on purpose."""
 import pytest
 
 from kvstow.plan.layout import ORDERS
-from kvstow.plan.sizing.plan import Deployment, Plan
+from kvstow.plan.sizing.plan import Deployment
 from kvstow.route.price import price
 from kvstow.route.sources import sources
 
@@ -15,7 +15,7 @@ def counts(here: Deployment, there: Deployment, rank: int) -> Counts:
     """By destination group and source rank, the moves of one destination block."""
     destination = there.layout(rank)
     found: Counts = {}
-    for source in sources(Plan.of(here.on_rank(0)).layouts, destination):
+    for source in sources(here.on_rank(0).layouts, destination):
         for g, rows in enumerate(destination.groups):
             moves = price([c for c in source.route.pairs if c.groups[1] == g]).copies
             if moves:

@@ -10,7 +10,7 @@ from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import Layout, PlacedGroup, Placement
 from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Chunk, Full, State, Window
-from kvstow.plan.sizing.plan import Deployment, Plan
+from kvstow.plan.sizing.plan import Deployment
 from kvstow.plan.spec import DType, Extent, Field
 from kvstow.route.blocks import Blocks
 from kvstow.route.price import price
@@ -267,7 +267,7 @@ class TestRefusals:
 
 class TestSources:
     def ranks(self, model, tp, **how):
-        return Plan.of(Deployment(model=model, tp=tp, num_slabs=16, **how).on_rank(0)).layouts
+        return Deployment(model=model, tp=tp, num_slabs=16, **how).on_rank(0).layouts
 
     def test_replicas_are_shared_out_evenly_among_destination_ranks(self):
         peers = self.ranks("deepseek-v2-lite", 4)

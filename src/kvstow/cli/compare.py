@@ -29,7 +29,6 @@ from kvstow.plan.sizing.plan import (
     USUAL_TOKENS,
     Deployment,
     Plan,
-    RankLayers,
 )
 from kvstow.plan.sizing.reports import descriptors, padding_fractions, plain
 from kvstow.text import human, table
@@ -123,17 +122,17 @@ class ComparedLayout:
 
     @staticmethod
     def of(
-        deployment: Deployment, held: RankLayers | str, order: Order, packing: Packing
+        deployment: Deployment, plan: Plan | str, order: Order, packing: Packing
     ) -> "ComparedLayout":
         """The layout of what a rank holds, or the reason why it can hold nothing."""
         split = {name: getattr(deployment, name) for name in SWEPT}
         error, figures = None, dict[str, Any]()
-        if isinstance(held, str):
-            error = held
+        if isinstance(plan, str):
+            error = plan
         else:
-            split |= {"block_tokens": held.block_tokens, "kv_dtype": held.kv_dtype}
+            split |= {"block_tokens": plan.block_tokens, "kv_dtype": plan.kv_dtype}
             try:
-                figures = _figures(Plan.of(held.changed(order=order, packing=packing)))
+                figures = _figures(plan.changed(order=order, packing=packing))
             except PlanError as problem:
                 error = str(problem)
         return ComparedLayout(**split, order=order, packing=packing, error=error, figures=figures)
@@ -173,7 +172,7 @@ class OrderLine:
 class CompareReport:
     """Layouts of one rank, side by side; `first` is what it holds in the first of them."""
 
-    first: RankLayers
+    first: Plan
     layouts: Sequence[ComparedLayout]
 
     @property
@@ -219,7 +218,7 @@ class CompareReport:
     def as_json(self) -> dict[str, Any]:
         first = self.first
         return {
-            "model": first.model.name,
+            "model": first.model,
             "tp": first.deployment.tp,
             "pp": first.deployment.pp,
             "rank": first.rank,
@@ -237,7 +236,7 @@ class CompareReport:
         words = [f"pp {split.pp}" if "tp" in swept else where, self.arena]
         if "kv_dtype" not in swept:
             words.insert(1, first.kv_dtype)
-        yield f"{first.model.name}\n{', '.join(words)}"
+        yield f"{first.model}\n{', '.join(words)}"
         rows = [self._cells(line) for line in self.lines if line.layout.error is None]
         if rows:
             columns = ["order", "packing", *(SWEPT[name] for name in swept)]
@@ -336,7 +335,7 @@ def compare(
     return report
 
 
-def _first(deployments: list[Deployment], rank: int) -> RankLayers:
+def _first(deployments: list[Deployment], rank: int) -> Plan:
     """What the rank holds in the first deployment that can be; ends if none can."""
     for each in deployments:
         each.facts()
@@ -352,10 +351,10 @@ def _compared(
 ) -> Iterator[ComparedLayout]:
     """The layouts of one deployment; of one that cannot be, the reason on each."""
     try:
-        held = deployment.on_rank(rank)
+        plan = deployment.on_rank(rank)
     except (ModelError, PlanError) as error:
-        held = str(error)
-    return (ComparedLayout.of(deployment, held, *choice) for choice in choices)
+        plan = str(error)
+    return (ComparedLayout.of(deployment, plan, *choice) for choice in choices)
 
 
 def _figures(plan: Plan) -> dict[str, Any]:

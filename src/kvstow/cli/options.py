@@ -21,7 +21,7 @@ from kvstow.cli.output import MISUSED, STDOUT, note, refuse, usage, with_options
 from kvstow.errors import ManifestError, PlanError
 from kvstow.plan.layout import Layout, Order, parse_order
 from kvstow.plan.pack import Alignment, Demand, Packing
-from kvstow.plan.sizing.plan import MAX_BLOCK_TOKENS, Deployment, RankLayers, repacked
+from kvstow.plan.sizing.plan import MAX_BLOCK_TOKENS, Deployment, Plan, repacked
 from kvstow.plan.view import parse_size
 
 _USUAL = Alignment()
@@ -182,18 +182,18 @@ def _deployment_options(
 # ── models ──────────────────────────────────────────────────────────────────────────
 
 
-def on_rank(deployment: Deployment, rank: int) -> RankLayers:
+def on_rank(deployment: Deployment, rank: int) -> Plan:
     """What the rank holds. Ends with 2 on options that name no model, rank or layer."""
     with usage(PlanError):
         deployment.check_rank(rank)
     note_shadowed(deployment.model)
-    held = deployment.on_rank(rank)
-    for line in held.model.notes:
+    plan = deployment.on_rank(rank)
+    for line in plan.notes:
         note(line)
-    _check_patterns(deployment.alignment, [layer.name for layer in held.model.layers])
+    _check_patterns(deployment.alignment, [layer.name for layer in plan.held.layers])
     if deployment.memory is None and deployment.num_slabs is None:
         note("planned for 16 GiB; use --memory SIZE or --num-slabs N for another size")
-    return held
+    return plan
 
 
 def note_shadowed(model: object) -> None:

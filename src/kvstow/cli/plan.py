@@ -160,7 +160,7 @@ class PlanReport:
         plan, layout, split = self.plan, self.plan.layout, self.plan.deployment
         return (
             f"{layout.model}\n"
-            f"rank {plan.rank} of tp {split.tp} × pp {split.pp}, {plan.held.kv_dtype}, order "
+            f"rank {plan.rank} of tp {split.tp} × pp {split.pp}, {plan.kv_dtype}, order "
             f"{layout.order}, packing {split.packing}\n"
             f"arena {human(layout.nbytes)} in one region: {layout.num_slabs:,} slabs of "
             f"{_exact(layout.slab_bytes)}\n"
@@ -255,7 +255,7 @@ def plan(
 ) -> PlanReport | Document:
     """Plan the layout of a model: what it costs and what fits."""
     deployment = replace(deployment, order=order, packing=packing, name=name)
-    made = Plan.of(options.on_rank(deployment, rank))
+    made = options.on_rank(deployment, rank).everywhere()
     if html is not None:
         from kvstow.render.plan_page import plan_page
 

@@ -9,7 +9,7 @@ from kvstow.cli import options
 from kvstow.cli.options import on_rank, planning
 from kvstow.cli.output import command_line, reporting, slow_progress, usage, write_file
 from kvstow.errors import TraceError
-from kvstow.plan.sizing.plan import Deployment, RankLayers
+from kvstow.plan.sizing.plan import Deployment, Plan
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
@@ -91,7 +91,7 @@ def simulate(
     """
     from kvstow.simulate import MIXES, Pace, SimulationReport
 
-    held = on_rank(deployment, rank)
+    plan = on_rank(deployment, rank)
     pace = Pace(
         prefill_rate=prefill_rate,
         decode_rate=decode_rate,
@@ -101,9 +101,9 @@ def simulate(
     is_synthetic = trace in MIXES
     replayed = _trace(trace, requests=requests, rate=rate, seed=seed)
     policies: tuple[Policy, ...] = ("slab",) if policy == "slab" else ("slab", policy)
-    replays = {name: _replay(name, held, replayed, pace, seconds) for name in policies}
+    replays = {name: _replay(name, plan, replayed, pace, seconds) for name in policies}
     report = SimulationReport(
-        model=held.model.name,
+        model=plan.model,
         trace=trace,
         num_requests=len(replayed),
         rate=rate if is_synthetic else _rate(replayed),
@@ -142,7 +142,7 @@ def _rate(trace: "list[TraceRequest]") -> float:
 
 def _replay(
     policy: Policy,
-    held: RankLayers,
+    plan: Plan,
     trace: "list[TraceRequest]",
     pace: "Pace",
     seconds: float | None,
@@ -151,7 +151,7 @@ def _replay(
     from kvstow.render.data import SlabHistory
     from kvstow.simulate import Replay, ReplayReport
 
-    replay, history = Replay(_layout(policy, held), trace, pace), SlabHistory()
+    replay, history = Replay(_layout(policy, plan), trace, pace), SlabHistory()
     say = slow_progress("requests")
 
     def watch(done: int, total: int) -> None:
@@ -167,15 +167,15 @@ def _replay(
     return ReplayReport.of(record), history
 
 
-def _layout(policy: Policy, held: RankLayers) -> "Layout":
+def _layout(policy: Policy, plan: Plan) -> "Layout":
     from kvstow.plan.pack import Site
     from kvstow.simulate.replay import layout_of
 
-    deployment = held.deployment
+    deployment = plan.deployment
     return layout_of(
         policy,
-        held.groups,
+        plan.groups,
         budget=deployment.budget,
         num_slabs=deployment.num_slabs,
-        site=Site(model=held.model.name, alignment=deployment.alignment),
+        site=Site(model=plan.model, alignment=deployment.alignment),
     )

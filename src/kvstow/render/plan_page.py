@@ -17,7 +17,7 @@ from kvstow.plan.sizing.capacity import (
     max_tokens,
     request_bytes,
 )
-from kvstow.plan.sizing.plan import Plan, RankLayers
+from kvstow.plan.sizing.plan import Plan
 from kvstow.plan.sizing.reports import descriptors, padding_fractions, per_layer_figures
 from kvstow.render.data import Index, layout_record
 from kvstow.render.page import page
@@ -46,13 +46,13 @@ Progress = Callable[[int, int], None]
 
 def plan_page(plan: Plan, progress: Progress = lambda done, total: None) -> str:
     """The page: this layout and its neighbours, drawn; a still picture without scripts."""
-    held, layout = plan.held, plan.layout
-    data = plan_data(held, layout.order, plan.deployment.packing, progress)
+    layout = plan.layout
+    data = plan_data(plan, layout.order, plan.deployment.packing, progress)
     return page(f"{layout.model}: KV cache layout", data, PLAN_SCRIPTS, still=slab_picture(layout))
 
 
 def plan_data(
-    held: RankLayers,
+    plan: Plan,
     order: Order,
     packing: Packing,
     progress: Progress = lambda done, total: None,
@@ -64,11 +64,11 @@ def plan_data(
     planned as they were asked for, with no other `tp` or `pp`.
     """
     index = Index()
-    base = held.deployment
+    base = plan.deployment
     choices = _choices(order, packing)
     alike: dict[tuple[tuple[Group, ...], int | None], dict[str, Any]] = {}
     variants: list[dict[str, Any]] = []
-    tried = _variants(held)
+    tried = _variants(plan)
     for number, each in enumerate(tried):
         progress(number, len(tried))
         key = each.groups, each.deployment.budget
@@ -77,68 +77,68 @@ def plan_data(
         variants.append({**_choice(each), "planned": alike[key]["planned"]})
     return {
         "kvstow": __version__,
-        "model": held.model.name,
+        "model": plan.model,
         "source": str(base.model),
         "name": base.name,
         "align": base.alignment.wishes(),
-        "rank": held.rank,
+        "rank": plan.rank,
         "pp": base.pp,
-        "kv_dtype": held.kv_dtype,
+        "kv_dtype": plan.kv_dtype,
         "asked_dtype": base.kv_dtype,
         "budget": base.budget,
         "slabs_asked": base.num_slabs,
-        "notes": list(held.model.notes),
+        "notes": list(plan.notes),
         "orders": sorted(ORDERS, key=lambda each: each[0]),
         "packings": list(PACKINGS),
         "lengths": list(LENGTHS),
-        "start": {**_choice(held), "order": order, "packing": packing},
+        "start": {**_choice(plan), "order": order, "packing": packing},
         "variants": variants,
         "planned": list(alike.values()),
         **index.record(),
     }
 
 
-def _tps(held: RankLayers) -> list[int]:
-    base = held.deployment
-    return [base.tp] if held.rank else sorted({*TP, base.tp})
+def _tps(plan: Plan) -> list[int]:
+    base = plan.deployment
+    return [base.tp] if plan.rank else sorted({*TP, base.tp})
 
 
-def _tokens(held: RankLayers) -> list[int]:
+def _tokens(plan: Plan) -> list[int]:
     """Tokens per block to try, whole and within reason; what was asked for is among them."""
-    base = held.block_tokens
+    base = plan.block_tokens
     tried = {int(base * factor) for factor in FACTORS if base * factor >= 1}
     return sorted(n for n in tried if n == base or n <= MOST_TOKENS)
 
 
-def _variants(held: RankLayers) -> list[RankLayers]:
+def _variants(plan: Plan) -> list[Plan]:
     """What was asked for, and what the page's controls can make of it."""
-    base, tokens = held.deployment, held.block_tokens
+    base, tokens = plan.deployment, plan.block_tokens
     changes: list[dict[str, Any]] = [
-        {"tp": tp, "block_tokens": n} for tp in _tps(held) for n in _tokens(held)
+        {"tp": tp, "block_tokens": n} for tp in _tps(plan) for n in _tokens(plan)
     ]
-    if not held.rank:
+    if not plan.rank:
         changes += [{"pp": pp, "block_tokens": tokens} for pp in PP]
     changes += [{"kv_dtype": dtype, "block_tokens": tokens} for dtype in DTYPES]
     if base.budget is not None:
         sizes = [int(base.budget * factor) for factor in FACTORS]
         changes += [{"memory": size, "block_tokens": tokens} for size in sizes]
-    variants = {repr(_choice(held)): held}
+    variants = {repr(_choice(plan)): plan}
     for change in changes:
         with suppress(KvstowError):
-            other = replace(base, **change).on_rank(held.rank)
+            other = replace(base, **change).on_rank(plan.rank)
             if other.block_tokens == change["block_tokens"]:
                 variants.setdefault(repr(_choice(other)), other)
     return sorted(variants.values(), key=lambda each: (each.deployment.tp, each.block_tokens))
 
 
-def _choice(held: RankLayers) -> dict[str, Any]:
+def _choice(plan: Plan) -> dict[str, Any]:
     """What distinguishes a variant."""
     return {
-        "tp": held.deployment.tp,
-        "block_tokens": held.block_tokens,
-        "pp": held.deployment.pp,
-        "kv_dtype": held.kv_dtype,
-        "memory": held.deployment.budget,
+        "tp": plan.deployment.tp,
+        "block_tokens": plan.block_tokens,
+        "pp": plan.deployment.pp,
+        "kv_dtype": plan.kv_dtype,
+        "memory": plan.deployment.budget,
     }
 
 
@@ -152,28 +152,26 @@ def _choices(order: Order, packing: Packing) -> list[tuple[Order, Packing]]:
     ]
 
 
-def _planned_all(
-    held: RankLayers, choices: list[tuple[Order, Packing]], index: Index
-) -> dict[str, Any]:
+def _planned_all(plan: Plan, choices: list[tuple[Order, Packing]], index: Index) -> dict[str, Any]:
     cache: dict[object, dict[str, Any]] = {}
     return {
-        "per_layer": per_layer_figures(held.groups),
+        "per_layer": per_layer_figures(plan.groups),
         "layouts": {
-            f"{order} {packing}": _planned(held, order, packing, index, cache)
+            f"{order} {packing}": _planned(plan, order, packing, index, cache)
             for order, packing in choices
         },
     }
 
 
 def _planned(
-    held: RankLayers,
+    plan: Plan,
     order: Order,
     packing: Packing,
     index: Index,
     cache: dict[object, dict[str, Any]],
 ) -> dict[str, Any]:
     try:
-        layout = held.changed(order=order, packing=packing).layout()
+        layout = plan.changed(order=order, packing=packing).layout
     except KvstowError as error:
         return {"error": str(error)}
     return {

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from kvstow.errors import ModelError, PlanError
+from kvstow.plan import pack
 from kvstow.plan.group import grouped
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.sizing.capacity import max_requests, request_bytes
-from kvstow.plan.sizing.plan import Deployment, RankLayers, plan_model, repacked
+from kvstow.plan.sizing.plan import Deployment, plan_model, repacked
 
 HYBRID = {
     "model_type": "gpt_oss",
@@ -55,10 +56,12 @@ def test_ranks_of_one_stage_hold_equally_many_bytes(model):
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_each_layout_is_planned_once(monkeypatch, rank):
     planned: list[int] = []
-    layout = RankLayers.layout
-    monkeypatch.setattr(
-        RankLayers, "layout", lambda held: planned.append(held.rank) or layout(held)
-    )
+
+    def packed_as(*arguments, site, **size):
+        planned.append(site.pp[0] * site.tp[1] + site.tp[0])
+        return pack.packed_as(*arguments, site=site, **size)
+
+    monkeypatch.setattr("kvstow.plan.sizing.plan.packed_as", packed_as)
     plan = plan_model(HYBRID, memory="8MiB", tp=2, pp=2, rank=rank)
     assert plan.layout is plan.layout
     assert plan.max_requests(tokens=100) > 0

@@ -33,7 +33,7 @@ from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.models.config import Config
 from kvstow.plan.retention import State
 from kvstow.plan.sizing.capacity import concurrency, max_requests, request_bytes, slabs_needed
-from kvstow.plan.sizing.plan import Deployment, RankLayers
+from kvstow.plan.sizing.plan import Deployment, Plan
 from kvstow.plan.sizing.weights import Weights
 from kvstow.plan.view import align_up, ceil_div, check_count, parse_size
 
@@ -355,21 +355,21 @@ class SizeQuestion:
         weights = Fraction(self.loaded_bytes)
         if shares_experts:
             weights -= weights * self.weights.expert_part * Fraction(dp - 1, dp)
-        held = replace(self.deployment, memory=None, num_slabs=2).stages()
+        plans = replace(self.deployment, memory=None, num_slabs=2).stages()
         stages: list[PipelineStage] = []
-        for each in held:
-            split = each.model.total_layers * self.deployment.tp
-            share = ceil(weights * Fraction(each.model.stage_layers, split))
+        for each in plans:
+            split = each.held.total_layers * self.deployment.tp
+            share = ceil(weights * Fraction(each.held.stage_layers, split))
             layout = self._needed(each, dp) if usable is None else _in_memory(each, usable - share)
             fit = (0, 0.0)
             if layout is not None:
                 load = layout, tokens, self.shared_tokens
                 fit = max_requests(*load), concurrency(*load)
-            rows = layout or each.layout()
+            rows = layout or each.layout
             stages.append(
                 PipelineStage(
                     rank=each.rank,
-                    layers=each.model.stage_layers,
+                    layers=each.held.stage_layers,
                     weights_bytes=share,
                     cache_bytes=rows.nbytes if usable is None else usable - share,
                     request_bytes=request_bytes(rows, tokens),
@@ -379,19 +379,19 @@ class SizeQuestion:
             )
         return Sizing(
             deployment=self.deployment,
-            kv_dtype=held[0].kv_dtype,
+            kv_dtype=plans[0].kv_dtype,
             dp=dp,
             shares_experts=shares_experts,
             stages=tuple(stages),
-            head_copies=_head_copies(held[0]),
+            head_copies=_head_copies(plans[0]),
         )
 
-    def _needed(self, held: RankLayers, dp: int) -> Layout:
+    def _needed(self, plan: Plan, dp: int) -> Layout:
         """The smallest layout for a replica's part of the requests."""
         # Rows per slab do not depend on the number of slabs.
         requests = ceil_div(self.requests or 1, dp)
-        count = slabs_needed(held.layout(), requests, self.tokens, self.shared_tokens)
-        return held.changed(num_slabs=count + NULL_SLABS).layout()
+        count = slabs_needed(plan.layout, requests, self.tokens, self.shared_tokens)
+        return plan.changed(num_slabs=count + NULL_SLABS).layout
 
     def clusters(self) -> tuple[Sizing, ...]:
         """Every tp × pp × kv dtype that carries the requests for certain, with as many replicas as
@@ -416,17 +416,17 @@ class SizeQuestion:
         return tuple(each for each in by_size if self.dp is None or each.dp <= self.dp)
 
 
-def _in_memory(held: RankLayers, nbytes: int) -> Layout | None:
+def _in_memory(plan: Plan, nbytes: int) -> Layout | None:
     """The layout in so many bytes; None where they are too few."""
     try:
-        return held.changed(memory=nbytes, num_slabs=None).layout() if nbytes > 0 else None
+        return plan.changed(memory=nbytes, num_slabs=None).layout if nbytes > 0 else None
     except PlanError:
         return None
 
 
-def _head_copies(held: RankLayers) -> int:
+def _head_copies(plan: Plan) -> int:
     """Ranks that hold the same kv head, of the layer that is repeated most; 1 where there are
     recurrent states only."""
-    tp = held.deployment.tp
-    attention = (each for each in held.model.layers if not isinstance(each.retention, State))
+    tp = plan.deployment.tp
+    attention = (each for each in plan.held.layers if not isinstance(each.retention, State))
     return max((each.heads.size * tp // each.heads.total for each in attention), default=1)

@@ -1,8 +1,7 @@
 """A model on its ranks: model × tp × pp × block tokens × dtype × packing → layouts.
 
     Deployment   what the operator chooses
-    RankLayers   the layers that one rank holds, grouped
-    Plan         the layouts of all ranks, each planned once, and what fits
+    Plan         what a rank holds, the layouts of all ranks, and what fits
 
 `plan_model` is the front door.
 """
@@ -94,10 +93,10 @@ class Deployment:
         config = load_model(self.model)
         return config if self.name is None else replace(config, name=as_unicode(self.name))
 
-    def on_rank(self, rank: int) -> "RankLayers":
-        """What one rank holds, before it is placed."""
+    def on_rank(self, rank: int) -> "Plan":
+        """The plan of one rank."""
         self.check_rank(rank)
-        model = model_layers(
+        held = model_layers(
             self.facts(),
             tp=self.tp,
             tp_rank=rank % self.tp,
@@ -106,25 +105,40 @@ class Deployment:
             block_tokens=self.block_tokens,
             kv_dtype=self.kv_dtype,
         )
-        return RankLayers(deployment=self, rank=rank, model=model, groups=grouped(model.layers))
+        return Plan(deployment=self, rank=rank, held=held, groups=grouped(held.layers))
 
-    def stages(self) -> tuple["RankLayers", ...]:
-        """What the first rank of every stage holds. Ranks of one stage hold equally many bytes."""
+    def stages(self) -> tuple["Plan", ...]:
+        """Of every stage the first rank. Ranks of one stage hold equally many bytes."""
         return tuple(self.on_rank(rank) for rank in range(0, self.num_ranks, self.tp))
 
     def layout(self, rank: int = 0) -> Layout:
         """One rank's layout."""
-        return self.on_rank(rank).layout()
+        return self.on_rank(rank).layout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLayers:
-    """The layers that one rank holds, grouped, and the memory to place them in."""
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A model on a rank: what the rank holds, and the layouts of all ranks, each planned once, when
+    it is first needed.
+
+    A request lives on all ranks at once, so the fullest rank decides what fits.
+    """
 
     deployment: Deployment
     rank: int
-    model: Model
+    held: Model
+    """The layers of this rank."""
     groups: tuple[Group, ...]
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.held.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed about the model."""
+        return self.held.notes
 
     @property
     def block_tokens(self) -> int:
@@ -133,21 +147,22 @@ class RankLayers:
 
     @property
     def kv_dtype(self) -> str:
-        """The requested cache dtype, or the model's first one."""
+        """The cache dtype of the deployment, or the first one that the model has."""
         kv_dtype = self.deployment.kv_dtype
         if kv_dtype is not None and kv_dtype.lower() != "auto":
             return kv_dtype
         return self.groups[0].layers[0].fields[0].dtype.value
 
-    def changed(self, **changes: Any) -> "RankLayers":
+    def changed(self, **changes: Any) -> "Plan":
         """The same layers with another order, packing or memory."""
         return replace(self, deployment=replace(self.deployment, **changes))
 
+    @cached_property
     def layout(self) -> Layout:
-        """Where every byte of them lies."""
+        """Where every byte of this rank lies."""
         deployment = self.deployment
         site = Site(
-            model=self.model.name,
+            model=self.model,
             order=deployment.order,
             tp=(self.rank % deployment.tp, deployment.tp),
             pp=(self.rank // deployment.tp, deployment.pp),
@@ -161,76 +176,25 @@ class RankLayers:
             site=site,
         )
 
-
-def repacked(layout: Layout, order: Order, packing: Packing) -> Layout:
-    """The same groups and slabs in another order, with the planner's own alignment."""
-    site = Site(model=layout.model, order=order, tp=layout.tp, pp=layout.pp)
-    groups = tuple(rows.group for rows in layout.groups)
-    made = packed_as(packing, groups, num_slabs=layout.num_slabs, site=site)
-    return made if layout.identity is None else made.identified(layout.identity)
-
-
-# ── the front door ────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A model, planned: the layouts of all ranks, each planned once, and what fits.
-
-    A request lives on all ranks at once, so the fullest rank decides what fits.
-    """
-
-    held: RankLayers
-    """What the rank that was asked for holds."""
-    stages: tuple[Layout, ...]
-    """A layout of each stage that keeps anything: ranks of one stage hold equally many bytes."""
-
-    @staticmethod
-    def of(held: RankLayers) -> "Plan":
-        """Plan every stage, and so find out whether the model fits on every rank."""
-        tp = held.deployment.tp
+    @cached_property
+    def stages(self) -> tuple[Layout, ...]:
+        """A layout of each stage that keeps anything: its ranks hold equally many bytes."""
+        tp = self.deployment.tp
         stages: list[Layout] = []
-        for stage in range(held.deployment.pp):
-            if stage == held.rank // tp:
-                stages.append(held.layout())
+        for stage in range(self.deployment.pp):
+            if stage == self.rank // tp:
+                stages.append(self.layout)
                 continue
             with suppress(ModelError):  # a stage that keeps nothing
-                stages.append(held.deployment.layout(stage * tp))
-        return Plan(held=held, stages=tuple(stages))
-
-    @property
-    def deployment(self) -> Deployment:
-        return self.held.deployment
-
-    @property
-    def rank(self) -> int:
-        """The requested rank."""
-        return self.held.rank
-
-    @property
-    def model(self) -> str:
-        """The model's name."""
-        return self.held.model.name
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was assumed about the model."""
-        return self.held.model.notes
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of the requested rank."""
-        return self._planned[self.rank]
+                stages.append(self.deployment.layout(stage * tp))
+        return tuple(stages)
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """Every rank's layout, by rank."""
+        known = {each.pp[0] * each.tp[1] + each.tp[0]: each for each in self.stages}
         ranks = range(self.deployment.num_ranks)
-        return tuple(self._planned.get(rank) or self.deployment.layout(rank) for rank in ranks)
-
-    @cached_property
-    def _planned(self) -> dict[int, Layout]:
-        return {layout.pp[0] * layout.tp[1] + layout.tp[0]: layout for layout in self.stages}
+        return tuple(known.get(rank) or self.deployment.layout(rank) for rank in ranks)
 
     @property
     def limiting_rank(self) -> int:
@@ -249,6 +213,11 @@ class Plan:
         """The layout of the stage on which the fewest requests of so many tokens fit."""
         check_count("tokens", tokens, error=PlanError)
         return min(self.stages, key=lambda layout: max_requests(layout, tokens))
+
+    def everywhere(self) -> "Plan":
+        """This plan, all stages planned. Raises PlanError if the model does not fit on each."""
+        assert self.stages
+        return self
 
     def __repr__(self) -> str:
         deployment, layout = self.deployment, self.layout
@@ -269,6 +238,14 @@ class Plan:
                 f"(rank {self.limiting_rank})",
             )
         )
+
+
+def repacked(layout: Layout, order: Order, packing: Packing) -> Layout:
+    """The same groups and slabs in another order, with the planner's own alignment."""
+    site = Site(model=layout.model, order=order, tp=layout.tp, pp=layout.pp)
+    groups = tuple(rows.group for rows in layout.groups)
+    made = packed_as(packing, groups, num_slabs=layout.num_slabs, site=site)
+    return made if layout.identity is None else made.identified(layout.identity)
 
 
 def plan_model(
@@ -305,4 +282,5 @@ def plan_model(
         alignment=alignment or Alignment(),
     )
     deployment.check_rank(rank)
-    return Plan.of(replace(deployment, model=deployment.facts()).on_rank(rank))
+    plan = replace(deployment, model=deployment.facts()).on_rank(rank)
+    return plan.everywhere()

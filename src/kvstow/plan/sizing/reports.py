@@ -36,15 +36,15 @@ LENGTHS = (1024, 8192, 32768, 131072)
 
 def plan_figures(plan: Plan, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
     """Every stable key of `kvstow plan --json`, for requests of so many tokens."""
-    held, layout, deployment = plan.held, plan.layout, plan.deployment
+    layout, deployment = plan.layout, plan.deployment
     names = [rows.group.name for rows in layout.groups]
     return {
         "model": layout.model,
         "tp": deployment.tp,
         "pp": deployment.pp,
-        "rank": held.rank,
-        "block_tokens": held.block_tokens,
-        "kv_dtype": held.kv_dtype,
+        "rank": plan.rank,
+        "block_tokens": plan.block_tokens,
+        "kv_dtype": plan.kv_dtype,
         "order": layout.order,
         "groups": [_group(layout, g, rows) for g, rows in enumerate(layout.groups)],
         "slab_bytes": layout.slab_bytes,
@@ -56,7 +56,7 @@ def plan_figures(plan: Plan, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]
             "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
             "bytes_per_block": {name: layout.row_bytes(g) for g, name in enumerate(names)},
         },
-        "separate": per_layer_figures(held.groups),
+        "separate": per_layer_figures(plan.groups),
         "request": _request(layout, lengths),
         "capacity": _capacity(plan, lengths),
         "fingerprint": fingerprint(layout),
@@ -66,17 +66,17 @@ def plan_figures(plan: Plan, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]
 
 def catalogue_figures(name: str) -> dict[str, Any]:
     """One line of `kvstow models --json`: a model that is known by name, in its own dtype."""
-    held = Deployment(model=name).on_rank(0)
-    entry, growing = entries()[name], [g for g in held.groups if g.rows_bound(in_flight=1) is None]
+    plan = Deployment(model=name).on_rank(0)
+    entry, growing = entries()[name], [g for g in plan.groups if g.rows_bound(in_flight=1) is None]
     growth = sum((Fraction(g.page_bytes, g.block_tokens) for g in growing), Fraction(0))
     return {
         "name": name,
         "aliases": entry["aliases"],
         "family": entry["config"]["model_type"],
-        "layers": held.model.total_layers,
+        "layers": plan.held.total_layers,
         "kv_bytes_per_token": plain(growth),
-        "fixed_bytes": sum((g.rows_bound(in_flight=1) or 0) * g.page_bytes for g in held.groups),
-        "kv_dtype": held.kv_dtype,
+        "fixed_bytes": sum((g.rows_bound(in_flight=1) or 0) * g.page_bytes for g in plan.groups),
+        "kv_dtype": plan.kv_dtype,
         "context": entry["published"].get("context"),
         "parameters": entry["published"].get("parameters"),
         "checked": entry["published"].get("checked", []),
@@ -215,7 +215,7 @@ class SizeReport:
     def notes(self) -> tuple[str, ...]:
         """What was assumed, and what the answer leaves out."""
         question = self.question
-        notes, name = question.deployment.on_rank(0).model.notes, question.config.name
+        notes, name = question.deployment.on_rank(0).notes, question.config.name
         context = published(name).get("context")
         if context is not None and question.tokens > context:
             notes += (
@@ -425,9 +425,7 @@ def _store(question: SizeQuestion, per_hour: int) -> SizeReport:
     hours, tp = question.store_hours, question.deployment.tp
     requests = hours * per_hour
     stages = replace(question.deployment, memory=None, num_slabs=2).stages()
-    parts = [
-        stored_bytes(each.layout(), question.tokens, question.shared_tokens) for each in stages
-    ]
+    parts = [stored_bytes(each.layout, question.tokens, question.shared_tokens) for each in stages]
     each, shared = (tp * sum(column) for column in zip(*parts, strict=True))
     nbytes, rate = requests * each + shared, each * per_hour // 3600
     rank = max(requests * part + common for part, common in parts)
