@@ -48,29 +48,11 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorOptions:
-    """What an operator may say.
+    """What an operator may say: docs/guides/vllm.md has a table of all of it.
 
-    `host_bytes` above zero turns offloading on; the disk tier lies below the host tier. With
-    `host_shared`, a name, most of it is shared memory: its rows outlive the process, and ranks of
-    the machine that hold the same rows read each other's. `remote` is the URL of a store that
-    other machines and layouts read (see `offload.remote.client`). Each rank stores no more than
-    `store_bytes_per_second`, where that is above zero. `manifest_file` is where a rank writes its
-    layout. `unverified` says why the model's weights need not be looked at; without it, weights
-    that cannot be found are refused. With `events`, what the tiers hold is published in vLLM's own
-    stream of KV events. `journal` says what is noted of stored prompts for `kvstow why`, in the
-    directory `journal_path`, or in `disk_path` where that is empty. `direction` forces one of the
-    ways in which rows are pulled; empty leaves it to the agent. With `mapped`, engines of one node
-    and user map each other's cache; an arriving request then waits up to `early_seconds` for its
-    tokens, and is planned when they are here. 0: they are loaded beside the steps. Where `listen`
-    or `lend` name a port, it is the first rank's, and those of the others count up from it.
-
-    `lend` is an address at which other engines may ask for rows in host memory. `peers` are those
-    that this one asks, as `transfer.discovery` spells them, where at least `peers_tokens` tokens
-    would have to be computed. They have `peers_seconds` to answer, and `peers_pull_seconds` to
-    deliver.
-
-    With `step_while_loading` vLLM's step loop is changed: it takes the next step at once while
-    something is loaded, instead of pausing for a millisecond.
+    `host_bytes` above zero turns offloading on; the other tiers lie below it. Where `listen` or
+    `lend` name a port, it is the first rank's, and those of the others count up from it. `peers`
+    are spelled as `transfer.discovery` does, `remote` as `offload.remote.client`.
     """
 
     model: str = ""

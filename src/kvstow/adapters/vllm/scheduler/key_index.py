@@ -36,14 +36,11 @@ class KeyIndex:
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
         self._ranks: dict[str, tuple[dict[bytes, int], ...]] = {}
-        self.version = 0
-        """Grows with every change."""
 
     def expect(self, ranks: Iterable[str]) -> None:
         """These ranks have tiers: a row counts when all of them have told of it."""
         for rank in ranks:
             self._ranks.setdefault(rank, tuple({} for _ in range(self._num_groups)))
-        self.version += 1
 
     def update(self, rank: str, levels: KeyLevels) -> None:
         """A rank has told what has changed."""
