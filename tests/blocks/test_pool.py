@@ -13,9 +13,9 @@ from kvstow.errors import BlockError, OutOfBlocks, WrongThread
 from kvstow.plan.sizing.plan import plan_model
 
 
-def test_a_pool_of_a_plan_is_refused_with_what_to_do() -> None:
-    with pytest.raises(BlockError, match=r"not Plan\n\nhint: .*plan\.layout"):
-        Pool(plan_model("gemma-3-270m"))  # pyright: ignore[reportArgumentType]
+def test_a_pool_of_a_plan_has_the_blocks_of_its_layout() -> None:
+    plan = plan_model("gemma-3-270m", num_slabs=9)
+    assert Pool(plan).layout is plan.layout
 
 
 def test_generations_move_to_memory_that_others_read_and_go_on_there() -> None:

@@ -12,6 +12,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Full, Window
+from kvstow.plan.sizing.plan import plan_model
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from planning import attention, block_bytes, layouts, recurrent
 
@@ -23,6 +24,12 @@ def two_groups(order: str = "BLHNC", **alignment: int) -> Layout:
     )
     site = Site(order=order, alignment=Alignment(**alignment))
     return packed(grouped(layers), num_slabs=4, site=site)
+
+
+def test_an_arena_of_a_plan_has_its_layout():
+    plan = plan_model("gemma-3-270m", num_slabs=2)
+    with Arena(plan) as arena:
+        assert arena.layout is plan.layout
 
 
 def test_a_closed_arena_hands_out_nothing_more():

@@ -16,7 +16,7 @@ import pytest
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
-from kvstow.errors import BlockError, StoreError
+from kvstow.errors import BlockError, SpecError, StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.copies import mover
 from kvstow.offload.disk.format import ChainLink
@@ -479,8 +479,8 @@ def test_a_store_lets_go_of_arenas_that_are_closed(make):
 
 def test_what_is_no_layout_no_identity_or_no_blocks_is_refused_with_what_to_do():
     plan = plan_model("gemma-3-270m", memory="1MiB")
-    with pytest.raises(StoreError, match=r"not Plan\n\nhint: .*plan\.layout"):
-        Store(host="1MiB", identity=IDENTITY).bind(plan)
+    with pytest.raises(SpecError, match="expected a Layout or a Plan, got str"):
+        Store(host="1MiB", identity=IDENTITY).bind("llama")
     with pytest.raises(StoreError, match=r"an identity is str\n\nhint: .*Identity\.of"):
         Store(host="1MiB", identity="llama").bind(plan.layout)
     arena, _ = computed(layout_of(), 8)

@@ -65,6 +65,7 @@ def test_every_retention_has_a_name_words_and_a_rank_of_its_own():
     assert len({in_words(retention) for retention in EVERY} - {None}) == len(EVERY)
     assert len({lasting_first(retention) for retention in EVERY}) == len(EVERY)
     assert min(EVERY, key=lasting_first) == Full()
+    assert [retention for retention in EVERY if forgets(retention)] == [Window(4), Chunk(4)]
 
 
 # ── what the next token sees ──────────────────────────────────────────────────────────

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstow.errors import BlockError, RouteError
+from kvstow.errors import BlockError, RouteError, SpecError
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import Layout, PlacedGroup, Placement
 from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Chunk, Full, State, Window
-from kvstow.plan.sizing.plan import Deployment
+from kvstow.plan.sizing.plan import Deployment, plan_model
 from kvstow.plan.spec import DType, Extent, Field
 from kvstow.route.blocks import Blocks
 from kvstow.route.price import price
@@ -331,6 +331,8 @@ class TestPrice:
         assert (cost.min_copy_bytes, cost.max_copy_bytes) == (16, 32)
 
 
-def test_a_plan_is_no_layout_and_the_error_says_where_it_is():
-    with pytest.raises(RouteError, match=r"not str; a plan has \.layout"):
+def test_a_plan_is_taken_where_a_layout_is_wanted_and_a_name_is_not():
+    plan = plan_model("gemma-3-270m", num_slabs=9)
+    assert plan_route(plan, plan).source is plan.layout
+    with pytest.raises(SpecError, match=r"a Layout or a Plan, got str\n\nhint: .*plan_model"):
         plan_route("llama", "llama")  # pyright: ignore[reportArgumentType]

@@ -28,7 +28,7 @@ from kvstow.blocks.rows import (
 )
 from kvstow.blocks.slabs import OnEvict, SlabMap, Slabs, broken_counts, slab_map
 from kvstow.errors import BlockError, OutOfBlocks, WrongThread
-from kvstow.plan.layout import Layout
+from kvstow.plan.layout import Layout, Planned, as_layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 
@@ -44,13 +44,8 @@ class Pool:
     used again. What they raise is logged.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BlockError(
-                f"a pool needs a Layout, not {type(layout).__name__}\n\n"
-                "hint: a plan has one, plan.layout"
-            )
-        self.layout = layout
+    def __init__(self, layout: Layout | Planned) -> None:
+        self.layout = layout = as_layout(layout)
         self.on_evict: list[OnEvict] = []
         self._thread = NO_THREAD
         self._slabs: list[Slabs] = []

@@ -14,7 +14,7 @@ import torch
 
 from kvstow.errors import ArenaError, BlockError, MemoryLayoutError, SpecError
 from kvstow.memory.allocate import bytes_at, device_bytes, host_bytes
-from kvstow.plan.layout import Layout
+from kvstow.plan.layout import Layout, Planned, as_layout
 from kvstow.plan.sharing import Strip
 from kvstow.plan.spec import DType, LayerSpec
 from kvstow.plan.view import Axis, Ints, Run, View
@@ -84,14 +84,15 @@ class Arena:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Layout | Planned,
         *,
         device: str | torch.device = "cpu",
         pinned: bool = False,
         huge_pages: bool = False,
         numa_node: int | None = None,
     ) -> None:
-        where, nbytes, align = _device(device), _planned(layout).nbytes, layout.base_align
+        where, layout = _device(device), as_layout(layout)
+        nbytes, align = layout.nbytes, layout.base_align
         self._take(layout)
         if where.type == "cpu":
             self._bytes, self.file = host_bytes(
@@ -110,12 +111,13 @@ class Arena:
         return arena
 
     @classmethod
-    def adopt(cls, layout: Layout, tensors: Tensors, *, axes: AxisNames) -> Self:
+    def adopt(cls, layout: Layout | Planned, tensors: Tensors, *, axes: AxisNames) -> Self:
         """An arena in memory that an engine has allocated, verified against the layout.
 
         `axes` names each tensor's axes as they stand. The arena keeps the tensors alive.
         """
-        base = _base_of(_planned(layout), tensors, axes)
+        layout = as_layout(layout)
+        base = _base_of(layout, tensors, axes)
         kept = tuple(tensors.values())
         arena = cls.over(layout, bytes_at(base, layout.nbytes, kept[0].device))
         arena.regions = _regions(layout, tensors)
@@ -300,15 +302,6 @@ def _device(device: str | torch.device) -> torch.device:
         return torch.device(device)
     except RuntimeError as error:
         raise ArenaError(f"{device!r} is no device\n\nhint: 'cpu', 'cuda:0'") from error
-
-
-def _planned(layout: Layout) -> Layout:
-    if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArenaError(
-            f"an arena needs a Layout, not {type(layout).__name__}\n\n"
-            f"hint: a plan has one, plan.layout"
-        )
-    return layout
 
 
 def page_type(spec: LayerSpec) -> torch.dtype:

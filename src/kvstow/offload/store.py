@@ -45,7 +45,7 @@ from kvstow.offload.tier import (
 )
 from kvstow.offload.why import WhyEnded, why_ended
 from kvstow.plan.identity import Identity
-from kvstow.plan.layout import Layout
+from kvstow.plan.layout import Layout, Planned, as_layout
 from kvstow.plan.retention import State
 from kvstow.plan.view import parse_size
 from kvstow.route.blocks import Blocks
@@ -136,12 +136,13 @@ class Store:
 
     # ── binding ───────────────────────────────────────────────────────────────────
 
-    def bind(self, layout: Layout, identity: Identity | None = None) -> Self:
+    def bind(self, layout: Layout | Planned, identity: Identity | None = None) -> Self:
         """Keep rows of this layout, or of any that a route can join to it, from now on.
 
         StoreError where nobody says which computation makes the rows, or where the store holds
         rows of another one. Binding again checks that the layouts can be joined.
         """
+        layout = as_layout(layout)
         with self._lock:
             makes = known_identity(layout, identity or self._given_identity, "a store")
             layout = layout.identified(makes)

@@ -16,7 +16,7 @@ Groups take turns owning slabs: block `b` of group `g` lies in slab
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -372,6 +372,24 @@ class Layout:
             for strip in footprint.strips
             if strip.hull.offset < 0 or strip.hull.end > self.nbytes
         ]
+
+
+class Planned(Protocol):
+    """What has a layout: a plan, of the rank that was asked for."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+def as_layout(planned: Layout | Planned) -> Layout:
+    """A layout as it is, or a plan's. SpecError for anything else."""
+    layout = planned if isinstance(planned, Layout) else getattr(planned, "layout", None)
+    if not isinstance(layout, Layout):
+        raise SpecError(
+            f"expected a Layout or a Plan, got {type(planned).__name__}\n\n"
+            "hint: kvstow.plan_model('llama-3.1-8b', memory='20GiB')"
+        )
+    return layout
 
 
 def cell_axes(spec: LayerSpec, place: Placement, num_blocks: int) -> tuple[Axis, Axis, Axis]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstow.errors import RouteError
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout
+from kvstow.plan.layout import Layout, Planned, as_layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import ceil_div
 from kvstow.route.blocks import (
@@ -184,17 +184,15 @@ class Route:
             raise RouteError(tuple(dict.fromkeys(missing)))
 
 
-def plan_route(source: Layout, destination: Layout, *, claims: Claims | None = None) -> Route:
+def plan_route(
+    source: Layout | Planned, destination: Layout | Planned, *, claims: Claims | None = None
+) -> Route:
     """How bytes of `source` reach their places in `destination`.
 
     Carries what both sides hold; with `claims`, only that part of it. Raises RouteError
     with every difference where models or element types differ.
     """
-    for layout in (source, destination):
-        if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RouteError(
-                (f"a route is between layouts, not {type(layout).__name__}; a plan has .layout",)
-            )
+    source, destination = as_layout(source), as_layout(destination)
     unlike = differences(source, destination)
     if unlike:
         raise RouteError(unlike)
