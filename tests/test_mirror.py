@@ -17,6 +17,7 @@ ELSEWHERE = {
     "adapters/vllm/scheduler/offers.py": "adapters/vllm/scheduler/test_side.py",
     "adapters/vllm/scheduler/parts.py": "adapters/vllm/scheduler/test_early.py",
     "adapters/vllm/scheduler/peers.py": "adapters/vllm/worker/test_peers.py",
+    "adapters/vllm/secondary.py": "vllm/test_secondary.py",
     "adapters/vllm/worker/offers.py": "adapters/vllm/worker/test_side.py",
     "adapters/vllm/worker/part.py": "adapters/vllm/worker/test_side.py",
     "cli/demo.py": "demo/test_story.py",

@@ -21,24 +21,24 @@ plugin      what is changed in vLLM: the connector's name, weight versions, an o
 
 What a request goes through; each line of the scheduler's, then of every rank's:
 
-store       computed    blocks that a step fills are held and queued          `recall`, `holds`
-            save        rows are copied to host memory, and on to other tiers  `tiers`
-            apply       all ranks have them: blocks are the engine's again
-recall      arrived     where tiers below may have more, ranks are asked       `recall`
-            reach       the longest beginning that all ranks keep
-            load        rows come back into blocks that the engine has given   `tiers`
-offer       finished    blocks are pinned, tickets go with the answer          `offers`
-            hear        by mail at once, by the next step again: a lease       `offers`
-            sent        the lease is over: blocks are the engine's again
-early pull  arrived     free blocks are taken, ranks are told by mail          `early`
-            hear        a copy out of mapped memory, compared, answered        `pulls`
-            all agree   the blocks enter the engine's prefix cache
-pull        reach       all tokens of the tickets but the last                 `handovers`
-            load        a pull, compared; one retry; over when nothing writes  `pulls`
-            held        it failed and is not quiet: its blocks are nobody's    `holds`
+    store       computed    blocks that a step fills are held and queued          `recall`, `holds`
+                save        rows are copied to host memory, and on to other tiers  `tiers`
+                apply       all ranks have them: blocks are the engine's again
+    recall      arrived     where tiers below may have more, ranks are asked       `recall`
+                reach       the longest beginning that all ranks keep
+                load        rows come back into blocks that the engine has given   `tiers`
+    offer       finished    blocks are pinned, tickets go with the answer          `offers`
+                hear        by mail at once, by the next step again: a lease       `offers`
+                sent        the lease is over: blocks are the engine's again
+    early pull  arrived     free blocks are taken, ranks are told by mail          `early`
+                hear        a copy out of mapped memory, compared, answered        `pulls`
+                all agree   the blocks enter the engine's prefix cache
+    pull        reach       all tokens of the tickets but the last                 `handovers`
+                load        a pull, compared; one retry; over when nothing writes  `pulls`
+                held        it failed and is not quiet: its blocks are nobody's    `holds`
 
-`KvstowConnector` is loaded when it is first asked for: everything else imports without vLLM,
-which only `bases` imports.
+`KvstowConnector` is loaded when it is first asked for: all but `bases` and `secondary` import
+without vLLM.
 """
 
 from typing import TYPE_CHECKING, Any
