@@ -78,6 +78,7 @@ NOT_QUICK = (
     "transfer/test_discovery.py",
     "transfer/test_faults.py",
     "transfer/test_isolation.py",
+    "transfer/test_kills.py",
     "transfer/test_matrix.py",
     "transfer/test_process.py",
     "transfer/test_pull.py",
