@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from kvstow.adapters.router import RouterMetrics
 from kvstow.adapters.vllm.counts import VLLM_COUNTERS, VLLM_HISTOGRAMS
 from kvstow.observe import BrokenThreads, Telemetry
-from kvstow.offload.metrics import TIER_COUNTS, TIER_GAUGES, TIER_REASONS, TierMetrics, tier_metric
+from kvstow.offload.metrics import TIER_REASONS, TierMetrics, tier_metric
 from kvstow.transfer.metrics import TransferMetrics
 
 FILE = Path(__file__).parents[1] / "deploy" / "grafana.json"
@@ -45,8 +45,7 @@ def metrics() -> list[Metric]:
     for each in VLLM_HISTOGRAMS:
         Histogram(each.family, f"vLLM: {each.text}", registry=telemetry.registry)
     TransferMetrics(telemetry.registry)
-    none = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 0.0)
-    TierMetrics(telemetry.registry).watch("disk", lambda: none)
+    TierMetrics(telemetry.registry, [])
     (broken,) = BrokenThreads().describe()
     return [broken, *(each for each in telemetry.registry.collect() if each.name != broken.name)]
 

@@ -150,9 +150,9 @@ class FaultyFiles(Files):
         self._paths[fd] = path
         return fd
 
-    def create(self, path: str, *, direct: bool) -> int:
+    def create(self, path: str) -> int:
         self._next("create")
-        fd = super().create(path, direct=direct)
+        fd = super().create(path)
         self._paths[fd] = path
         if self.unsynced is not None:
             self.unsynced.written(path)

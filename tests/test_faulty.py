@@ -12,7 +12,7 @@ def made(files, path, value=1):
     """A file of two blocks; its name."""
     memory = aligned(2 * BLOCK)
     memory[:] = value
-    fd = files.create(str(path), direct=True)
+    fd = files.create(str(path))
     files.write(fd, [memory])
     files.close(fd)
     return str(path)

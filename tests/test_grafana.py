@@ -4,13 +4,15 @@ import json
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 from prometheus_client import Counter, Histogram
 
 from kvstow.adapters.router import RouterMetrics
 from kvstow.adapters.vllm.counts import VLLM_COUNTERS, VLLM_HISTOGRAMS
 from kvstow.observe import Telemetry
-from kvstow.offload.metrics import TIER_COUNTS, TIER_GAUGES, TIER_REASONS, TierMetrics
+from kvstow.offload.metrics import TIER_REASONS, TierMetrics
+from kvstow.offload.tier import Counts, Usage
 from kvstow.threads import guarded_thread
 from kvstow.transfer.metrics import TransferMetrics
 
@@ -36,9 +38,10 @@ def exposed() -> set[str]:
         counter.labels("x").inc()
     for counter in (metrics.messages, metrics.lease_ends, metrics.errors, metrics.contacts):
         counter.labels("x").inc()
-    counts = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 1.0)
+    usage = Usage(rows=1, nbytes=1, capacity=1)
     reasons = {name: {"x": 1.0} for name in TIER_REASONS}
-    TierMetrics(telemetry.registry).watch("disk", lambda: counts, lambda: reasons)
+    tier = SimpleNamespace(name="disk", counts=Counts(), usage=usage, reasons=reasons)
+    TierMetrics(telemetry.registry, [tier])
     broken = guarded_thread("kvstow-broken", lambda: {}["x"], on_broken=lambda _: None)
     broken.start()
     broken.join()

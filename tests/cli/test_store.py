@@ -12,7 +12,6 @@ from kvstow.errors import StoreError
 from kvstow.observe import Telemetry
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.metrics import TierMetrics
-from kvstow.offload.tier import facts
 from kvstow.plan.manifest import decode, encode
 from offloading import hybrid, key, row_files
 
@@ -153,8 +152,7 @@ def test_a_layout_that_cannot_be_read_is_refused_before_anything_is_made(
 def test_metrics_show_every_tier(directory):
     tier = DiskTier(directory)
     telemetry = Telemetry()
-    metrics = TierMetrics(telemetry.registry)
-    metrics.watch("disk", lambda: facts(tier))
+    TierMetrics(telemetry.registry, [tier])
     tier.load(
         0, [key(0, 0), b"none"], [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in range(2)]
     )

@@ -81,7 +81,7 @@ def test_every_metric_is_in_the_reference(site):
 
     telemetry = Telemetry()
     TransferMetrics(telemetry.registry)
-    TierMetrics(telemetry.registry)
+    TierMetrics(telemetry.registry, [])
     text = Text(site / "reference/metrics/index.html").text
     for line in telemetry.exposition().decode().splitlines():
         if line.startswith("# HELP ") and not line.split()[2].endswith("_created"):

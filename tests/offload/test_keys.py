@@ -13,7 +13,6 @@ from kvstow.offload.tier import known_identity
 from kvstow.plan.identity import Identity
 from offloading import IDENTITY, hybrid
 
-MIB = 1 << 20
 TOKENS = 24
 PROMPT = Prompt.of(np.arange(100, 100 + TOKENS), salt=b"tenant")
 
@@ -38,11 +37,6 @@ def test_keys_name_the_prefix_whatever_the_block_size():
     assert len(set(small)) == len(small) == TOKENS // 4
     assert keys_at(IDENTITY, PROMPT, [8, 20]) == [small[1], small[4]]
     assert block_keys(IDENTITY, PROMPT, 1)[3] == small[0]
-
-
-def test_a_prompt_shorter_than_a_block_has_no_key():
-    assert block_keys(IDENTITY, Prompt.of([1, 2, 3]), 4) == []
-    assert block_keys(IDENTITY, Prompt.of([]), 4) == []
 
 
 def test_keys_depend_on_salt_tokens_and_other_content():

@@ -20,6 +20,7 @@ from kvstow.errors import BlockError, SpecError, StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.copies import mover
 from kvstow.offload.disk.format import ChainLink
+from kvstow.offload.journal import FILE
 from kvstow.offload.store import Store
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import Site, packed
@@ -111,23 +112,6 @@ def test_rows_that_a_pull_has_failed_to_fill_are_not_saved(make, num_tokens):
     assert store.save(arena, ledger.blocks(request), prompt) == 0
     assert store.stored_tokens(prompt) == 0
     store.close()
-
-
-@pytest.mark.parametrize("kind", ["disk", "both"])
-def test_another_store_on_the_same_directory_finds_what_was_saved(make, kind):
-    layout, prompt = layout_of(), Prompt.of(np.arange(18))
-    arena, blocks = computed(layout, 18)
-    with make(kind) as store:
-        store.save(arena, blocks, prompt)
-    other, there = computed(layout_of(order="BHLNC"), 18, seed=2)
-    with make(kind, disk_bytes=None) as store:
-        assert store.load(other, prompt, into=there) == 18
-    for name in ("l.0", "l.1", "l.2"):
-        g, _, _ = layout.layers[name]
-        for mine, its, k in zip(blocks[g].ids, there[g].ids, blocks[g].index, strict=True):
-            if seen(layout, g, int(k), 18):
-                ours = arena.tensor(name)[int(mine)].numpy().tobytes()
-                assert ours == other.tensor(name)[int(its)].numpy().tobytes()
 
 
 def test_a_longer_prompt_takes_the_beginning_that_every_group_can_serve(make):
@@ -406,22 +390,22 @@ def test_a_broken_journal_does_not_stop_a_load_whose_end_is_logged(make, tmp_pat
     arena, blocks = computed(layout, 18)
     with make("disk") as store:
         store.save(arena, blocks, prompt)
-    (tmp_path / "kv" / "prompts.db").write_bytes(b"no journal" * 1000)
+    (tmp_path / "kv" / FILE).write_bytes(b"something else" * 1000)
     with make("disk") as store, caplog.at_level("DEBUG", "kvstow.offload"):
         assert store.load(arena, Prompt.of([*range(12), 99]), into=blocks) == 0
         assert store.load(arena, prompt, into=blocks) == 18
-    assert "cannot be read" in caplog.text
+    assert "is no journal of stored prompts" in caplog.text
 
 
 def test_a_disk_that_fails_when_it_is_closed_keeps_nothing_else_open(tmp_path, monkeypatch):
     store = Store(host="1MiB", disk=tmp_path, disk_bytes="4MiB").bind(layout_of())
-    journal, closed = store.journal, []
+    host, closed = store.host, []
 
     def fails():
         raise StoreError("on purpose")
 
     monkeypatch.setattr(store.disk, "close", fails)
-    monkeypatch.setattr(journal, "close", lambda: closed.append(True))
+    monkeypatch.setattr(host, "close", lambda: closed.append(True))
     with pytest.raises(StoreError, match="on purpose"):
         store.close()
     assert closed == [True]
@@ -495,16 +479,3 @@ def test_a_file_in_the_place_of_a_store_is_said_to_be_none(tmp_path):
     (tmp_path / "kv").touch()
     with pytest.raises(StoreError, match=r"store .*kv: Not a directory"):
         Store(disk=tmp_path / "kv", disk_bytes="1MiB").bind(layout_of())
-
-
-def test_a_store_keeps_its_capacity_unless_another_one_is_given(tmp_path):
-    def capacity(disk_bytes):
-        with Store(disk=tmp_path, disk_bytes=disk_bytes).bind(layout_of()) as store:
-            return store.disk.usage.capacity
-
-    assert [capacity(given) for given in ("1MiB", None, "3MiB", None)] == [
-        MIB,
-        MIB,
-        3 * MIB,
-        3 * MIB,
-    ]

@@ -111,14 +111,6 @@ def test_more_keys_than_allowed_are_not_watched():
     assert turned(watch) == [TierChange("host", 0, (b"a", b"b"), True)]
 
 
-def test_groups_are_told_apart():
-    watch, tiers = watch_of(Clock(), "host")
-    tiers["host"].rows |= {b"a"}
-    watch.note(0, [b"a"])
-    watch.note(2, [b"a"])
-    assert {change.group for change in turned(watch)} == {0, 2}
-
-
 def test_the_thread_turns_by_itself_and_ends():
     clock = Clock()
     watch, tiers = watch_of(clock, "host")

@@ -82,13 +82,6 @@ def test_without_tokens_the_block_is_named_in_which_one_differs(tmp_path: Path, 
     assert found.stored_token is None
 
 
-def test_a_prompt_that_begins_like_none_was_never_stored(tmp_path: Path):
-    with opened(tmp_path) as store:
-        saved(store, TOKENS)
-        found = store.why(Prompt.of(changed(2)))
-    assert (found.reason, found.found_tokens) == ("never stored", 0)
-
-
 def test_a_prompt_that_goes_on_where_the_stored_one_ends(tmp_path: Path):
     longer = np.concatenate((TOKENS[:20], np.arange(20)))
     with opened(tmp_path) as store:

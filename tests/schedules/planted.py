@@ -412,21 +412,20 @@ def a_sync_is_forgotten() -> Generator[None]:
 
 @bug
 def rows_get_their_names_before_they_are_synced() -> Generator[None]:
-    write = DiskTier._write_part
+    write = DiskTier._write_batch
 
-    def early(self: Any, files: Any) -> Any:
+    def early(self: Any, files: Any) -> None:
         sync, self._files.sync = self._files.sync, lambda paths: None
         try:
-            results = write(self, files)
+            write(self, files)
         finally:
             del self._files.sync
-        names = [self.tree.name(file.group, file.keys[0]) for file in files]
+        names = [self.tree.name(file.group, file.rows[0][0]) for file in files]
         names = [name for name in names if os.path.exists(name)]
         if names:
             sync(names)
-        return results
 
-    with changed(DiskTier, "_write_part", early):
+    with changed(DiskTier, "_write_batch", early):
         yield
 
 
@@ -474,10 +473,10 @@ def an_evicted_file_is_cut_short_while_it_is_read() -> Generator[None]:
 def two_writers_write_one_file() -> Generator[None]:
     create = FaultyFiles.create
 
-    def shared(self: Any, path: str, *, direct: bool) -> int:
+    def shared(self: Any, path: str) -> int:
         with suppress(FileNotFoundError):
             os.unlink(path)
-        return create(self, path, direct=direct)
+        return create(self, path)
 
     with (
         changed(Writers, "next_file", lambda self: f"{self._new}/0"),

@@ -202,14 +202,13 @@ def verify_store(place: Place) -> Answer:
 
         with client_at(place) as client:
             checked = verify_objects(client, _row_progress(None))
-        damaged = [{"name": name, "reason": reason} for name, reason in checked.damaged]
     else:
         from kvstow.offload.disk.inspect import verify as verify_rows
         from kvstow.offload.disk.tier import DiskTier
 
         with closing(DiskTier(check_store(Path(place)))) as tier:
             checked = verify_rows(tier, _row_progress(tier.usage.rows))
-        damaged = [{"group": group, "key": key.hex()} for group, key in checked.damaged]
+    damaged = list(checked.damaged)
     head = f"{checked.rows:,} rows, {human(checked.nbytes)} read: {len(damaged):,} damaged"
     names = [": ".join(map(str, each.values())) for each in damaged[:MOST_NAMED]]
     return Answer(

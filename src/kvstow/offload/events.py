@@ -72,9 +72,9 @@ class EngineEvents:
         tokens: Sequence[int] = prompt.tokens.tolist()
         keys: dict[int, list[bytes]] = {}
         if self._store is not None and self._watch is not None:
-            known = identity or self._store.identity
+            own = identity or self._store.identity
             sizes = {group.block_tokens for _, group in tokenwise_groups(self._layout)}
-            keys = {size: block_keys(known, prompt, size) for size in sizes}
+            keys = {size: block_keys(own, prompt, size) for size in sizes}
             for tier_group, g in self._engine_group.items():
                 self._watch.note(tier_group, keys[self._layout.groups[g].group.block_tokens])
         for size in {group.block_tokens for _, group in tokenwise_groups(self._layout)}:

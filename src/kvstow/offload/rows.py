@@ -100,14 +100,20 @@ def same_rows(a: Layout, a_group: int, b: Layout, b_group: int) -> bool:
     )
 
 
-def check_same_rows(ours: Layout, tier: str, theirs: Layout) -> None:
-    """Refuses a tier whose rows are not, group by group, the same bytes as ours: equal lengths do
-    not say that, since another order of the same layers has them too."""
+def check_same_rows(ours: Layout, tier: str, there: Layout) -> None:
+    """Refuses a tier whose rows are of another computation, or not, group by group, the same bytes
+    as ours: equal lengths do not say that, since another order of the same layers has them too."""
+    above, below = ours.identity, there.identity
+    if above is not None and below is not None and (unlike := below.differences(above)):
+        raise StoreError(
+            f"tier {tier!r} keeps rows of another computation than the tier above it:\n"
+            + "\n".join(unlike)
+        )
     for g, rows in enumerate(ours.groups):
-        if g >= len(theirs.groups) or not same_rows(ours, g, theirs, g):
+        if g >= len(there.groups) or not same_rows(ours, g, there, g):
             raise StoreError(
                 f"tier {tier!r} keeps other rows in group {rows.group.name!r} than the tier above "
-                f"it: order {theirs.order}, above {ours.order}\n\n"
+                f"it: order {there.order}, above {ours.order}\n\n"
                 "hint: make the tier above for the layout of this one: HostTier(tier.layout, …)"
             )
 
@@ -214,38 +220,38 @@ def views(memory: Bytes, layout: Layout, group: int, ids: Ints) -> list[Bytes]:
     return [memory[at : at + nbytes] for at in starts(layout, group, ids).tolist()]
 
 
-def matching_group(ours: Layout, group: int, theirs: Layout) -> int:
+def matching_group(ours: Layout, group: int, there: Layout) -> int:
     """The group of `theirs` that has the same layers and tokens per block as ours.
 
     Refuses groups that differ, with what differs.
     """
-    mine = ours.groups[group].group
-    names = [layer.name for layer in mine.layers]
-    for g, rows in enumerate(theirs.groups):
+    own = ours.groups[group].group
+    names = [layer.name for layer in own.layers]
+    for g, rows in enumerate(there.groups):
         if [layer.name for layer in rows.group.layers] != names:
             continue
-        if rows.group.block_tokens != mine.block_tokens:
+        if rows.group.block_tokens != own.block_tokens:
             raise StoreError(
-                f"group {mine.name!r} has {mine.block_tokens} tokens per block, the store "
+                f"group {own.name!r} has {own.block_tokens} tokens per block, the store "
                 f"{rows.group.block_tokens}\n\nhint: "
                 "convert the store (kvstow store convert)"
             )
-        if rows.group.layers != mine.layers:
+        if rows.group.layers != own.layers:
             raise StoreError(
-                f"group {mine.name!r} holds another part of its layers than the store does\n\n"
+                f"group {own.name!r} holds another part of its layers than the store does\n\n"
                 "hint: convert the stores of all ranks into one (kvstow store convert)"
             )
         return g
     raise StoreError(
-        f"no group of the store has the {len(names)} layers of group {mine.name!r}\n\n"
+        f"no group of the store has the {len(names)} layers of group {own.name!r}\n\n"
         "hint: convert the store (kvstow store convert)"
     )
 
 
-def check_joinable(ours: Layout, theirs: Layout) -> None:
+def check_joinable(ours: Layout, there: Layout) -> None:
     """Refuses layouts that no route can join, with every difference."""
     try:
-        plan_route(theirs, ours)
+        plan_route(there, ours)
     except RouteError as error:
         raise StoreError(
             f"the store holds rows of another model or element type:\n{error}\n\n"

@@ -31,7 +31,7 @@ from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.journal import Journal, JournalKind
 from kvstow.offload.keys import Keyed, PromptRows, links, tokenwise_groups
-from kvstow.offload.metrics import watch_tiers
+from kvstow.offload.metrics import TierMetrics
 from kvstow.offload.remote.client import parse
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.rows import check_joinable, matching_group
@@ -219,7 +219,7 @@ class Store:
 
     def watch(self, telemetry: Telemetry) -> None:
         """Show the numbers of all tiers in a telemetry; StoreError before the store is bound."""
-        watch_tiers(telemetry, self.tiers)
+        TierMetrics(telemetry.registry, self.tiers)
 
     # ── prefixes ──────────────────────────────────────────────────────────────────
 

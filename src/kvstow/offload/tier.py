@@ -10,29 +10,26 @@ keep a row; it promises never to return another one.
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import compress
 from operator import add, attrgetter
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow.errors import StoreError
 from kvstow.offload.disk.format import ChainLink
-from kvstow.offload.rows import check_same_rows
+from kvstow.offload.rows import Bytes, check_same_rows
 from kvstow.plan.identity import HINT, Identity
 from kvstow.plan.layout import Layout
+from kvstow.plan.retention import Bools
 
 log = logging.getLogger("kvstow.offload")
 
 MAX_KEY_BYTES = 32
 
 _T = TypeVar("_T")
-
-Bools = npt.NDArray[np.bool_]
-Bytes = npt.NDArray[np.uint8]
 
 Reasons = Mapping[str, Mapping[str, float]]
 """Numbers of rows by reason, under the keys of `metrics.TIER_REASONS`."""
@@ -62,12 +59,6 @@ class Counts:
     """Rows that could not be written, or were read and not what they should have been."""
 
 
-def loaded(asked: int, num_rows: int, row_bytes: int) -> Counts:
-    """What a load counts that has found so many of the rows it was asked for."""
-    nbytes = num_rows * row_bytes
-    return Counts(hits=num_rows, misses=asked - num_rows, loaded_rows=num_rows, loaded_bytes=nbytes)
-
-
 @dataclass(slots=True)
 class Counter:
     """Counts that several threads add to."""
@@ -82,6 +73,10 @@ class Counter:
     def add(self, more: Counts) -> None:
         with self._lock:
             self._now = Counts(*map(add, _numbers(self._now), _numbers(more)))
+
+    def add_load(self, num_keys: int, num_rows: int, row_bytes: int) -> None:
+        """A load has found so many of its rows."""
+        self.add(Counts(num_rows, num_keys - num_rows, 0, 0, num_rows, num_rows * row_bytes))
 
 
 _numbers = attrgetter(*Counts.__slots__)
@@ -111,8 +106,8 @@ class KeyedRows(Protocol):
     ) -> Bools:
         """Keep rows; which of them are kept now. A row already there counts as kept.
 
-        `links`, one per row, say where blocks stand in their sequences; without any, the argument
-        is left out. Only a disk keeps them, for `kvstow store convert`.
+        `links`, one per row or none, say where blocks stand in their sequences. Only a disk keeps
+        them, for `kvstow store convert`.
         """
         ...
 
@@ -137,17 +132,6 @@ class Tier(KeyedRows, Protocol):
     def close(self) -> None:
         """Let go of memory and files."""
         ...
-
-
-def stored_in(
-    tier: KeyedRows,
-    group: int,
-    keys: Sequence[bytes],
-    rows: Sequence[Bytes],
-    links: Sequence[ChainLink],
-) -> Bools:
-    """As `tier.store`, which need not take links: it is given them only where there are some."""
-    return tier.store(group, keys, rows, links) if links else tier.store(group, keys, rows)
 
 
 class TierChain:
@@ -179,19 +163,29 @@ class TierChain:
     ) -> Bools:
         kept = np.zeros(len(keys), bool)
         for tier in reversed(self.tiers):
-            kept |= stored_in(tier, group, keys, rows, links)
+            kept |= tier.store(group, keys, rows, links)
         return kept
 
     def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
-        found = np.zeros(len(keys), bool)
+        present = np.zeros(len(keys), bool)
         for tier in self.tiers:
-            left = np.flatnonzero(~found).tolist()
-            if left:
-                found[left] = tier.load(group, [keys[i] for i in left], [rows[i] for i in left])
-        return found
+            if not present.all():
+                left = ~present
+                present[left] = tier.load(group, select(keys, left), select(rows, left))
+        return present
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         return max(tier.evict(group, keys) for tier in self.tiers)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a full reading of a store found. What is damaged is dropped when it is over."""
+
+    rows: int
+    nbytes: int
+    damaged: tuple[dict[str, Any], ...]
+    """What there is to say of every row that was not what it should have been."""
 
 
 def known_identity(layout: Layout, identity: Identity | None, what: str) -> Identity:
@@ -259,32 +253,24 @@ def checked_rows(layout: Layout, group: int, keys: Sequence[bytes], rows: Sequen
             )
 
 
-def firsts(keys: Sequence[bytes], wanted: Bools) -> list[int]:
-    """Positions of the wanted keys, each key once."""
-    seen: set[bytes] = set()
-    positions: list[int] = []
-    for i in np.flatnonzero(wanted).tolist():
-        if keys[i] not in seen:
-            seen.add(keys[i])
-            positions.append(i)
+def first_positions(keys: Sequence[bytes]) -> dict[bytes, int]:
+    """Where each key stands first, in the order of the keys."""
+    positions: dict[bytes, int] = {}
+    for i, key in enumerate(keys):
+        positions.setdefault(key, i)
     return positions
 
 
-def chosen(each: Sequence[_T], which: Bools) -> list[_T]:
+def select(each: Sequence[_T], mask: Bools) -> list[_T]:
     """Those of the keys, or whatever there is one of per row, whose positions are true; none of
     none."""
-    return list(compress(each, which.tolist()))
+    return list(compress(each, mask.tolist()))
 
 
 def held_by_any(tiers: Sequence[Tier], group: int, keys: Sequence[bytes]) -> Bools:
     """Which rows are in one of the tiers; a later tier is asked only for what is still lacking."""
-    found = np.zeros(len(keys), bool)
+    present = np.zeros(len(keys), bool)
     for tier in tiers:
-        if not found.all():
-            found[~found] = tier.contains(group, chosen(keys, ~found))
-    return found
-
-
-def facts(tier: Tier) -> dict[str, float]:
-    """Counts and usage of a tier by name, as `TierMetrics.watch` takes them."""
-    return {**asdict(tier.counts), **asdict(tier.usage)}
+        if not present.all():
+            present[~present] = tier.contains(group, select(keys, ~present))
+    return present

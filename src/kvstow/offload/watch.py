@@ -80,7 +80,7 @@ class TierWatch:
         self._clock = clock
         self._noted: deque[tuple[int, tuple[bytes, ...]]] = deque()
         self._new: list[_Batch] = []
-        self._known: dict[int, OrderedDict[bytes, _Seen]] = {}
+        self._watched: dict[int, OrderedDict[bytes, _Seen]] = {}
         self._changes: deque[TierChange] = deque()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -105,29 +105,29 @@ class TierWatch:
             if batch.is_due(now):
                 self._look_for(batch)
         self._new = [each for each in self._new if each.keys and each.looks < len(LOOKS)]
-        for group, known in self._known.items():
-            self._look(group, list(islice(known, self._slice)), self._local)
-            self._turn_over(known, now)
+        for group, watched in self._watched.items():
+            self._look(group, list(islice(watched, self._slice)), self._local)
+            self._turn_over(watched, now)
 
     def _learn(self, group: int, keys: Sequence[bytes], now: float) -> None:
-        known = self._known.setdefault(group, OrderedDict())
+        watched = self._watched.setdefault(group, OrderedDict())
         for key in keys:
-            if key in known:
-                known[key].since = now
-            elif len(known) < self._most_keys:
-                known[key] = _Seen(set(), now)
-        self._new.append(_Batch(group, [key for key in dict.fromkeys(keys) if key in known], now))
+            if key in watched:
+                watched[key].since = now
+            elif len(watched) < self._most_keys:
+                watched[key] = _Seen(set(), now)
+        self._new.append(_Batch(group, [key for key in dict.fromkeys(keys) if key in watched], now))
 
     def _look_for(self, batch: _Batch) -> None:
         """Look for new keys in all tiers, and later for those again that some tier lacks."""
-        known = self._known[batch.group]
-        keys = [key for key in batch.keys if key in known]
+        watched = self._watched[batch.group]
+        keys = [key for key in batch.keys if key in watched]
         self._look(batch.group, keys, list(self._tiers))
-        batch.keys = [key for key in keys if len(known[key].tiers) < len(self._tiers)]
+        batch.keys = [key for key in keys if len(watched[key].tiers) < len(self._tiers)]
         batch.looks += 1
 
     def _look(self, group: int, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
-        known = self._known[group]
+        watched = self._watched[group]
         for name in tiers if keys else ():
             changed: dict[bool, list[bytes]] = {False: [], True: []}
             try:
@@ -136,19 +136,19 @@ class TierWatch:
                 log.debug("tier %s: not looked at: %s", name, error)
                 continue
             for key, there in zip(keys, present, strict=True):
-                if there != (name in known[key].tiers):
+                if there != (name in watched[key].tiers):
                     changed[there].append(key)
-                    known[key].tiers.symmetric_difference_update((name,))
+                    watched[key].tiers.symmetric_difference_update((name,))
             for stored, listed in changed.items():
                 if listed:
                     self._changes.append(TierChange(name, group, tuple(listed), stored))
 
-    def _turn_over(self, known: "OrderedDict[bytes, _Seen]", now: float) -> None:
+    def _turn_over(self, watched: "OrderedDict[bytes, _Seen]", now: float) -> None:
         """The first keys were looked at: they go to the end, or away if they are nowhere."""
-        for key in list(islice(known, self._slice)):
-            known.move_to_end(key)
-            if not known[key].tiers and now - known[key].since > LOOKS[-1]:
-                del known[key]
+        for key in list(islice(watched, self._slice)):
+            watched.move_to_end(key)
+            if not watched[key].tiers and now - watched[key].since > LOOKS[-1]:
+                del watched[key]
 
     # ── in the background ─────────────────────────────────────────────────────────
 

@@ -158,14 +158,14 @@ class _About:
         if own.tokens is not None:
             at = _first_difference(own, self.prompt)
             if at < min(len(own.tokens), len(self.prompt)):
-                stored, asked = int(own.tokens[at]), int(self.prompt.tokens[at])
+                stored, own_token = int(own.tokens[at]), int(self.prompt.tokens[at])
                 return self.said(
                     "differs",
-                    f"token {at} is {asked}, and {stored} in the prompt stored {_ago(own.at)}",
+                    f"token {at} is {own_token}, and {stored} in the prompt stored {_ago(own.at)}",
                     token=at,
                     token_before=at + 1,
                     stored_token=stored,
-                    asked_token=asked,
+                    asked_token=own_token,
                     stored_at=own.at,
                 )
         if at >= own.num_tokens:

@@ -58,15 +58,6 @@ def test_a_row_with_one_changed_bit_is_not_loaded_and_the_others_are(order: Orde
     host.check()
 
 
-def test_two_rows_that_were_swapped_are_both_found():
-    _, host, mover = made()
-    keys = stored(mover, 1, [3, 4])
-    with host.held(1, keys) as (_, rows):
-        one, other = host.views(1, rows)
-        one[:], other[:] = other.copy(), one.copy()
-    assert mover.load(1, keys, [6, 7], here=True).num_damaged == 2
-
-
 def test_a_damaged_row_comes_from_the_tier_below(tmp_path: Path):
     arena, host, mover = made(folder=tmp_path)
     keys = stored(mover, 0, [3, 4])
@@ -94,15 +85,6 @@ def test_a_row_that_was_damaged_in_host_memory_does_not_go_on_to_the_disk(
     disk = DiskTier(tmp_path, threads=0)
     assert disk.contains(group, keys).tolist() == [True, False]
     disk.close()
-
-
-def test_rows_stored_again_are_compared_with_what_was_stored_last():
-    arena, host, mover = made()
-    keys = stored(mover, 0, [3])
-    host.evict(0, keys)
-    arena.bytes.add_(1)
-    assert stored(mover, 0, [3]) == keys
-    assert mover.load(0, keys, [6], here=True).moved.all()
 
 
 def test_a_row_that_came_from_below_is_not_compared_with_one_that_left_before(tmp_path: Path):

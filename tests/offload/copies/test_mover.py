@@ -90,21 +90,6 @@ def keys_of(group, ids):
     return [key(group, int(i)) for i in ids]
 
 
-def test_rows_go_to_the_host_and_come_back_byte_for_byte(setting):
-    layout, arena, _host, _below, make = setting
-    mover = make()
-    for group in range(2):
-        ids = ids_of(layout, group, 5)
-        before = [row_bytes(layout, group, int(i), arena.bytes.numpy()).copy() for i in ids]
-        job = mover.store(group, ids, keys_of(group, ids))
-        assert job.result(20).all()
-        arena.zero(group, ids)
-        there = ids[::-1]
-        assert mover.load(group, keys_of(group, ids), there).result(20).all()
-        for i, want in zip(there, before, strict=True):
-            assert (row_bytes(layout, group, int(i), arena.bytes.numpy()) == want).all()
-
-
 @pytest.mark.parametrize("order", ["LBHNC", "LHBNC", "LBNHC", "BLNHC", "BHLNC"])
 def test_layer_compact_arenas_are_moved_through_a_route(order):
     layout = hybrid(order=order)
@@ -140,15 +125,6 @@ def test_stored_rows_go_on_to_the_tier_below_and_return_when_the_host_forgot_the
     assert mover.load(0, keys_of(0, ids), ids).result(20).all()
     assert (row_bytes(layout, 0, int(ids[0]), arena.bytes.numpy()) == want).all()
     assert host.contains(0, keys_of(0, ids)).all()
-
-
-def test_what_is_nowhere_is_reported_and_the_rest_arrives(setting):
-    layout, _, _, _, make = setting
-    mover = make()
-    ids = ids_of(layout, 0, 3)
-    mover.store(0, ids[:2], keys_of(0, ids[:2])).result(20)
-    found = mover.load(0, [*keys_of(0, ids[:2]), b"unknown"], ids).result(20)
-    assert found.tolist() == [True, True, False]
 
 
 def test_two_loads_of_one_row_read_it_once(setting):
@@ -206,16 +182,6 @@ def test_a_failed_load_names_its_blocks_and_the_mover_goes_on(setting):
     assert job.error is not None
     below.fail = None
     assert mover.load(0, [b"row"], ids).result(20).all()
-
-
-def test_a_failed_demotion_fails_nobody_elses_job(setting):
-    layout, _, _, below, make = setting
-    mover = make()
-    below.fail = RuntimeError("an error of the medium")
-    ids = ids_of(layout, 0, 2)
-    assert mover.store(0, ids, keys_of(0, ids)).result(20).all()
-    assert mover.drain(20)
-    assert mover.load(0, keys_of(0, ids), ids).result(20).all()
 
 
 def test_a_disk_that_fails_while_rows_are_demoted_leaves_the_store_whole(tmp_path, setting):
@@ -276,20 +242,6 @@ def test_a_full_queue_refuses_and_changes_nothing(setting):
     assert first.result(20).all()
 
 
-def test_a_slow_disk_does_not_keep_rows_from_host_memory(setting):
-    layout, _, host, below, make = setting
-    row = host.layout.row_bytes(0)
-    mover = make(limits=Limits(workers=2, max_bytes=3 * row))
-    below.go.clear()
-    ids = ids_of(layout, 0, 10)
-    for i in ids[:8]:
-        assert mover.store(0, [i], keys_of(0, [i])).result(20).all()
-    assert mover.store(0, ids[8:], keys_of(0, ids[8:])).result(20).all()
-    below.go.set()
-    assert mover.drain(20)
-    assert 1 <= len(below.stores) < 10  # what the queue had no room for is in host memory alone
-
-
 def test_a_load_waits_for_the_stream_unless_told_otherwise(setting, monkeypatch):
     layout, _, _, _, make = setting
     mover = make()
@@ -313,18 +265,6 @@ def put(queue, count, rows_per_part=100):
     job = MoverJob(JobKind.LOAD, 0, [b"k"] * count, np.arange(count))
     queue.put(job, 10, rows_per_part)
     return job
-
-
-def test_a_queue_serves_the_smaller_job_first_then_the_older():
-    queue = queue_of()
-    jobs = [put(queue, count) for count in (9, 2, 5, 9)]
-    order = []
-    while len(queue):
-        part = queue.take()
-        order.append(jobs.index(part.job))
-        queue.done(part)
-    assert order == [1, 2, 0, 3]
-    assert queue.wait_empty(0)
 
 
 def test_a_small_job_overtakes_a_large_one_that_has_begun():
@@ -418,23 +358,6 @@ def copies(monkeypatch):
     return Copies
 
 
-def test_stores_and_loads_copy_at_the_same_time(setting, copies):
-    layout, arena, _, _, make = setting
-    row, workers = layout.row_bytes(0), 3
-    mover = make(below=None, limits=Limits(workers=workers, part_bytes=2 * row))
-    ids = ids_of(layout, 0, 12)
-    assert mover.store(0, ids[:6], keys_of(0, ids[:6])).result(20).all()
-    want = [row_bytes(layout, 0, int(i), arena.bytes.numpy()).copy() for i in ids[:6]]
-    meeting = threading.Barrier(2 * workers)  # all of them are in a copy, or it breaks
-    copies.before = lambda source, destination: meeting.wait(20)
-    store = mover.store(0, ids[:6], [b"again%d" % i for i in range(6)])
-    load = mover.load(0, keys_of(0, ids[:6]), ids[6:])
-    assert store.result(30).all()
-    assert load.result(30).all()
-    for i, row in zip(ids[6:], want, strict=True):
-        assert (row_bytes(layout, 0, int(i), arena.bytes.numpy()) == row).all()
-
-
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_no_more_parts_than_workers_are_under_way_in_a_direction(setting, copies, workers):
     layout, _, _, _, make = setting
@@ -474,19 +397,6 @@ def test_blocked_stores_do_not_hold_up_a_load(setting, copies):
     finally:
         go.set()
     assert store.result(20).all()
-
-
-def test_blocked_loads_do_not_hold_up_a_store(setting):
-    layout, _, host, below, make = setting
-    mover = make(limits=Limits(workers=2, part_bytes=1))
-    below.rows |= {(0, b"%d" % i): np.full(host.layout.row_bytes(0), i, np.uint8) for i in range(6)}
-    ids = ids_of(layout, 0, 12)
-    below.go.clear()
-    loads = [mover.load(0, [b"%d" % i], ids[i : i + 1]) for i in range(6)]
-    assert mover.store(0, ids[6:], keys_of(0, ids[6:])).result(10).all()
-    assert not any(job.over for job in loads)
-    below.go.set()
-    assert all(job.result(20).all() for job in loads)
 
 
 def test_blocked_demotion_does_not_hold_up_a_store(setting):
@@ -537,16 +447,6 @@ def test_rows_that_a_full_queue_keeps_from_the_tier_below_are_counted(setting):
     assert len(below.stores) + mover.dropped_rows == 4
 
 
-def test_a_load_does_not_wait_for_demotion_to_end(setting):
-    layout, _, _, below, make = setting
-    mover = make(limits=Limits(workers=2))
-    ids = ids_of(layout, 0, 2)
-    below.go.clear()
-    mover.store(0, ids, keys_of(0, ids)).result(20)
-    assert mover.load(0, keys_of(0, ids), ids).result(20).all()  # demotion still hangs
-    assert below.stores == []
-
-
 def test_rows_come_past_a_host_tier_that_has_no_room(setting):
     layout, arena, host, below, make = setting
     below.rows[0, b"row"] = np.full(host.layout.row_bytes(0), 3, np.uint8)
@@ -569,12 +469,6 @@ def test_misuse_is_refused_before_anything_moves(setting):
         mover.load(0, [b"a"], [10**6])
     with pytest.raises(StoreError, match="not done after"):
         MoverJob(JobKind.LOAD, 0, [b"a"], np.array([1])).result(0)
-
-
-def test_a_tier_of_other_rows_is_refused(setting):
-    _, arena, host, _, _ = setting
-    with pytest.raises(StoreError, match="other rows"):
-        Mover(arena, host, Slow(hybrid(content=16)))
 
 
 @pytest.mark.parametrize("between", ["nothing", "a chain"])

@@ -90,20 +90,6 @@ def test_rows_under_another_stores_layout_are_misses_until_their_own_is_back(tmp
     assert served(tmp_path / "one", ONE) == {0}
 
 
-def test_row_files_replaced_under_a_running_process_are_counted_misses(tmp_path):
-    made(tmp_path / "one", ONE)
-    made(tmp_path / "other", OTHERS["order"])
-    tier = DiskTier(tmp_path / "one")
-    pairs = [row_files(tmp_path / name) for name in ("one", "other")]
-    for name, theirs in zip(*pairs, strict=True):
-        shutil.copy(theirs, tmp_path / "new")
-        (tmp_path / "new").rename(name)
-    rows = [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in range(ROWS)]
-    assert not tier.load(0, [numbered_key(n) for n in range(ROWS)], rows).any()
-    assert tier.counts.failures == ROWS
-    tier.close()
-
-
 # ── computations ──────────────────────────────────────────────────────────────────────
 
 

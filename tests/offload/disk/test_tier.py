@@ -1,6 +1,5 @@
 import errno
 import os
-import time
 from contextlib import closing
 
 import numpy as np
@@ -75,24 +74,6 @@ def test_blocks_come_back_to_an_arena_of_any_order_with_nothing_else_touched(tmp
             assert (got[~owned] == expected[~owned]).all()
 
 
-@pytest.mark.parametrize("order", [order for order in ORDERS if order.startswith("B")])
-def test_a_store_of_one_order_fills_arenas_of_another(tmp_path, order):
-    ours, theirs = hybrid(order="BLHNC"), hybrid(order=order, num_slabs=5)
-    source, target = filled(ours, seed=1), Arena(theirs)
-    with Store.open(tmp_path / "s", ours, capacity=4 * MIB) as store:
-        for group in range(2):
-            ids = blocks_of(ours, group)[:3]
-            store.save_rows(source, group, ids, [key(group, int(i)) for i in ids])
-    with Store.open(tmp_path / "s", theirs) as store:
-        for group in range(2):
-            ids = blocks_of(ours, group)[:3]
-            there = blocks_of(theirs, group)[1:4]
-            assert store.load_rows(target, group, [key(group, int(i)) for i in ids], there).all()
-            for layer in ours.groups[group].group.layers:
-                want = source.numpy(layer.name)[ids]
-                assert (target.numpy(layer.name)[there].view(np.uint8) == want.view(np.uint8)).all()
-
-
 def test_rows_survive_closing_and_the_capacity_and_layout_are_remembered(tmp_path):
     layout = hybrid()
     tier = DiskTier(tmp_path, layout, capacity=4 * MIB)
@@ -108,40 +89,7 @@ def test_rows_survive_closing_and_the_capacity_and_layout_are_remembered(tmp_pat
     again.close()
 
 
-def test_the_identity_of_a_store_does_not_depend_on_the_size_of_the_arena():
-    assert row_layout(hybrid(num_slabs=3)) == row_layout(hybrid(num_slabs=17))
-
-
-def test_a_key_stored_twice_is_kept_once(tmp_path):
-    tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
-    row = random_rows(tier.layout.row_bytes(0), 1, 0)[0]
-    assert tier.store(0, [b"a", b"a"], [row, row]).all()
-    assert tier.store(0, [b"a"], [row]).all()
-    assert tier.usage.rows == 1
-    assert tier.counts.stored_rows == 1
-    tier.close()
-
-
-def test_one_key_in_two_groups_is_two_rows(tmp_path):
-    tier = DiskTier(tmp_path, hybrid(), capacity=4 * MIB)
-    for group in range(2):
-        tier.store(group, [b"same"], random_rows(tier.layout.row_bytes(group), 1, group))
-    for group in range(2):
-        found, got = loaded(tier, group, [b"same"])
-        assert found.all()
-        assert (got[0] == random_rows(tier.layout.row_bytes(group), 1, group)[0]).all()
-    tier.close()
-
-
 # ── refusals ──────────────────────────────────────────────────────────────────────────
-
-
-def test_an_incompatible_layout_is_refused_with_the_difference(tmp_path):
-    Store.open(tmp_path, hybrid(), capacity=MIB).close()
-    with pytest.raises(StoreError, match="content"):
-        Store.open(tmp_path, hybrid(content=16))
-    with pytest.raises(StoreError, match="other model"):
-        Store.open(tmp_path, hybrid(model="another"))
 
 
 def test_another_block_size_is_refused_row_by_row_with_the_way_out(tmp_path):
@@ -266,22 +214,6 @@ def disk_space(path):
     return sum(files.values())
 
 
-def test_a_full_store_stays_within_its_capacity_and_serves_only_what_it_kept(tmp_path):
-    tier = DiskTier(tmp_path, hybrid(content=64), capacity=MIB)
-    rows = random_rows(tier.layout.row_bytes(0), 700, 1)
-    keys = [key(0, i) for i in range(700)]
-    for lo in range(0, 700, 7):
-        tier.store(0, keys[lo : lo + 7], rows[lo : lo + 7])
-        assert disk_space(tmp_path) <= MIB
-    assert disk_space(tmp_path) == tier.usage.nbytes > MIB // 2
-    found, got = loaded(tier, 0, keys)
-    assert 100 < found.sum() < 700
-    assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)
-    assert found.sum() == tier.usage.rows == tier.contains(0, keys).sum()
-    assert tier.counts.evicted_rows == 700 - found.sum()
-    tier.close()
-
-
 def ticking(start=1e9):
     """A clock that goes on by a second each time."""
     now = [start]
@@ -395,31 +327,6 @@ def test_a_row_that_is_evicted_while_it_is_read_is_whole(tmp_path):
 
 
 # ── several processes ─────────────────────────────────────────────────────────────────
-
-
-def test_several_writers_together_stay_within_the_capacity(tmp_path):
-    tiers = [DiskTier(tmp_path, hybrid(content=64), capacity=MIB) for _ in range(3)]
-    for n in range(600):
-        tier = tiers[n % 3 if n < 300 else n // 100 % 3]
-        assert tier.store(0, [numbered_key(n)], [numbered_row(tier, 0, n)]).all()
-        assert disk_space(tmp_path) <= MIB
-    assert disk_space(tmp_path) > MIB // 2
-    for tier in tiers:
-        tier.close()
-
-
-def test_what_one_process_stores_another_finds_and_counts(tmp_path):
-    one, other = DiskTier(tmp_path, hybrid(), capacity=MIB), DiskTier(tmp_path)
-    keys, rows, _ = stored(one, 0, 10)
-    found, got = loaded(other, 0, keys)
-    assert found.all()
-    assert all((a == b).all() for a, b in zip(rows, got, strict=True))
-    end = time.monotonic() + 20
-    while other.usage.rows != 10:
-        assert time.monotonic() < end
-    assert sorted(other.keys(0)) == sorted(keys)
-    for tier in (one, other):
-        tier.close()
 
 
 # ── what goes wrong ───────────────────────────────────────────────────────────────────

@@ -44,16 +44,6 @@ def test_what_a_dead_writer_left_goes_and_what_a_living_one_writes_stays(tmp_pat
     assert os.listdir(tmp_path / "new") == []
 
 
-def test_a_folder_that_somebody_removed_is_made_again(tmp_path):
-    writers = Writers(tmp_path, Files())
-    first = Path(writers.next_file()).parent
-    first.rmdir()
-    second = Path(writers.next_file()).parent
-    assert second != first
-    assert second.is_dir()
-    writers.close()
-
-
 def test_a_walk_counts_a_file_once_whatever_its_names(tmp_path):
     tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
     stored(tier, range(20))

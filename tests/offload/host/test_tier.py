@@ -59,19 +59,6 @@ def test_rows_come_back_and_only_their_own_bytes_change(tier):
     assert tier.counts.misses == 1
 
 
-def test_a_full_tier_gives_up_its_oldest_rows(tier):
-    keys, _rows, kept = stored(tier, 0, range(400))
-    room = int(kept.sum())
-    assert 20 < room < 400
-    loaded(tier, 0, [k for k, ok in zip(keys, kept, strict=False) if ok])
-    new, new_rows, _ = stored(tier, 0, range(1000, 1000 + room // 2))
-    found, got = loaded(tier, 0, new)
-    assert found.all()
-    assert all((a == b).all() for a, b in zip(new_rows, got, strict=False))
-    assert tier.usage.rows == room
-    assert tier.usage.nbytes <= tier.usage.capacity
-
-
 def test_a_tier_that_is_too_small_serves_only_what_was_stored():
     tier = HostTier(hybrid(), capacity=64 * KIB)
     dice = np.random.default_rng(2)

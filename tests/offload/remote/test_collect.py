@@ -1,6 +1,5 @@
 """Limits: what the collector removes, what it leaves, and what writers are refused."""
 
-import json
 import logging
 import time
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 from kvstow.errors import StoreError
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote import collect as collecting
-from kvstow.offload.remote.client import Blob, RemoteOptions, open_client, whole_objects
+from kvstow.offload.remote.client import Blob, RemoteOptions, open_client
 from kvstow.offload.remote.collect import USAGE, collect, last_usage, rows_in
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.tier import RemoteTier
@@ -212,18 +211,6 @@ def test_a_count_that_cannot_be_read_is_no_count(valkey_url, data):
     client.put([Blob(USAGE, np.frombuffer(data, np.uint8))])
     assert last_usage(client) is None
     client.close()
-
-
-def test_the_count_is_plain_json(valkey_url):
-    tier = tier_of(valkey_url)
-    stored(tier, range(2))
-    collect(tier.client)
-    said = json.loads(whole_objects(tier.client, [USAGE], 1 << 20)[0].tobytes())
-    nbytes = 2 * tier._objects[0].nbytes
-    assert said["objects"] == 2
-    assert said["tenants"] == {"shared": nbytes}
-    assert said["nbytes"] == nbytes
-    tier.close()
 
 
 @pytest.mark.remote

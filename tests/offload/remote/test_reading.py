@@ -82,13 +82,6 @@ def test_one_rank_reads_what_two_have_written_and_the_other_way_round(url):
         loaded(url, layout_of(tp=(rank, 4), order="BLNHC"))
 
 
-def test_ranks_read_what_one_has_written(url):
-    saved(url, layout_of())
-    for rank in range(2):
-        loaded(url, layout_of(tp=(rank, 2)))
-        loaded(url, layout_of(tp=(rank, 2), order="BHLNC", block_tokens=8))
-
-
 def test_pipeline_stages_read_the_whole_and_the_whole_reads_pipeline_stages(url):
     for stage in range(2):
         saved(url, layout_of(pp=(stage, 2)))

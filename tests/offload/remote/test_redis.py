@@ -160,21 +160,6 @@ def test_a_server_whose_certificate_nobody_trusts_gets_nothing(valkey, certifica
     plain.close()
 
 
-def test_a_put_over_tls_to_a_server_that_hangs_ends(tmp_path, certificate):
-    with Valkey(tmp_path) as server, tls_before(server.ports[0], certificate) as port:
-        url = f"rediss://127.0.0.1:{port}/0?load=1&ca_file={certificate[0]}"
-        client, _ = open_client(url)
-        assert client.put([Blob("a", data(0, 100))]) == {}
-        server.stop()
-        try:
-            with pytest.raises(StoreUnreachable):
-                client.put([Blob(f"large {n}", data(n, 8 << 20)) for n in range(4)])
-        finally:
-            server.go_on()
-        assert client.exists(["a"]).all()
-        client.close()
-
-
 GREETINGS = {b"HELLO": b"%1\r\n$5\r\nproto\r\n:3\r\n", b"CLIENT": b"+OK\r\n"}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvstow.observe import Telemetry
 from kvstow.offload.keys import block_keys
-from kvstow.offload.metrics import watch_tiers
+from kvstow.offload.metrics import TierMetrics
 from kvstow.offload.remote.calls import LEAST_FAILURES, WINDOW_CALLS, Breaker
 from kvstow.offload.remote.client import NO_ROOM, Blob, RemoteOptions, open_client, whole_objects
 from kvstow.offload.remote.directory import WriterLayout
@@ -133,7 +133,7 @@ def test_a_thread_that_ends_shows_in_metrics_and_the_tier_serves_on(valkey_url, 
     monkeypatch.setattr("kvstow.offload.remote.tier.REFRESH_SECONDS", 0.01)
     monkeypatch.setattr(RemoteTier, "_keep_looking", lambda self: {}["unforeseen"])
     tier, telemetry = tier_of(valkey_url), Telemetry()
-    watch_tiers(telemetry, [tier])
+    TierMetrics(telemetry.registry, [tier])
     wait_for(lambda: tier.counts.failures)
     assert b'kvstow_tier_failures_total{tier="remote"} 1.0' in telemetry.exposition()
     assert b'kvstow_broken_threads{thread="kvstow-remote-look"}' in telemetry.exposition()

@@ -117,22 +117,22 @@ class RowChecks:
 
     def good(self, group: int, keys: Sequence[bytes], rows: Ints, sums: Sums) -> Bools:
         """Which rows, held meanwhile, have come back as they left, as far as that is known."""
-        found = zip(self._noted(group, keys, rows), sums.tolist(), strict=True)
-        return np.array([left is None or left == back for left, back in found], bool)
+        pairs = zip(self._noted(group, keys, rows), sums.tolist(), strict=True)
+        return np.array([left is None or left == back for left, back in pairs], bool)
 
     def unchanged(
         self, group: int, keys: Sequence[bytes], rows: Ints, runs: Sequence[tuple[int, int]]
     ) -> Bools:
         """Which rows, held meanwhile, lie in the tier as they left, as far as that is known. `runs`
         are the bytes of a row that count."""
-        found = zip(self._noted(group, keys, rows), self._host.views(group, rows), strict=True)
-        return np.array([left is None or left == self._sum(row, runs) for left, row in found], bool)
+        pairs = zip(self._noted(group, keys, rows), self._host.views(group, rows), strict=True)
+        return np.array([left is None or left == self._sum(row, runs) for left, row in pairs], bool)
 
     def _noted(self, group: int, keys: Sequence[bytes], rows: Ints) -> list[int | None]:
         """The sum that each row left with; None where nothing is known."""
         noted = (self._sums[group].get(row, (b"", 0)) for row in rows.tolist())
         pairs = zip(keys, noted, strict=True)
-        return [left if known == key else None for key, (known, left) in pairs]
+        return [left if name == key else None for key, (name, left) in pairs]
 
     def _sum(self, row: Bytes, runs: Sequence[tuple[int, int]]) -> int:
         """The sum of a row where it lies in the tier."""

@@ -27,34 +27,26 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from threading import Event, Lock
 from time import monotonic, sleep
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstow.blocks.pool import Pool
 from kvstow.errors import CopyError, StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import CopyHandle, copy
 from kvstow.offload.copies.checks import PendingSums, RowChecks, Sums
 from kvstow.offload.copies.jobs import JobKind, JobPart, JobQueue, MoverJob, StreamOrder
 from kvstow.offload.disk.format import ChainLink
-from kvstow.offload.host.tier import HostTier
+from kvstow.offload.host.tier import HostTier, Reservation
 from kvstow.offload.rows import RowMapping, check_same_rows, matching_group, row_layout
-from kvstow.offload.tier import KeyedRows, check_process, checked_keys, chosen, stored_in
-from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.offload.tier import KeyedRows, check_process, checked_keys, first_positions, select
+from kvstow.plan.layout import NULL_SLABS
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, check_ids
-from kvstow.route.copies import Copies
 from kvstow.threads import guarded_thread
 
 log = logging.getLogger("kvstow.offload")
-
-
-class Holds(Protocol):
-    """What the mover asks of a block pool."""
-
-    def share(self, group: int, ids: npt.ArrayLike) -> None: ...
-    def release(self, group: int, ids: npt.ArrayLike) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +91,11 @@ Story = Generator[PendingCopy]
 
 
 class HostRows:
-    """Blocks of an arena, and the rows of a host tier that are theirs."""
+    """Blocks of an arena, and the rows of a host tier that are theirs. Of a window, which keeps
+    nothing, one part at a time has all rows, by `turn`."""
 
     def __init__(self, arena: Arena, tier: HostTier) -> None:
-        self.tier = tier
+        self.tier, self.turn = tier, Lock()
         groups = range(len(arena.layout.groups))
         self._groups = [matching_group(arena.layout, g, tier.layout) for g in groups]
         self._mappings = [
@@ -114,33 +107,17 @@ class HostRows:
         """The tier's group for one of the arena's."""
         return self._groups[group]
 
+    def mapping(self, group: int) -> RowMapping:
+        """How bytes of blocks and rows map."""
+        return self._mappings[group]
+
     def row_bytes(self, group: int) -> int:
         return self.tier.layout.row_bytes(self._groups[group])
 
-    def runs(self, group: int) -> tuple[tuple[int, int], ...]:
-        """The bytes of a row that are a block's."""
-        return self._mappings[group].runs
-
-    def copies(self, group: int, ids: Ints, rows: Ints, *, is_inward: bool) -> Copies:
-        """What to copy from blocks to rows, or back."""
-        mapping = self._mappings[group]
-        return mapping.back(rows, ids) if is_inward else mapping.out(ids, rows)
-
-
-class HostWindow(HostRows):
-    """Host memory in which rows are reserved and never kept; for one at a time, by `turn`."""
-
-    def __init__(self, arena: Arena, layout: Layout) -> None:
-        nbytes = max(WINDOW_BYTES, 4 * row_layout(layout).slab_bytes)
-        super().__init__(arena, HostTier(layout, capacity=nbytes))
-        self.turn = Lock()
-
-    def lots(self, group: int, positions: Sequence[int]) -> list[Sequence[int]]:
-        """The positions, as many at a time as there is room for."""
-        there = self._groups[group]
-        rows = self.tier.layout.num_blocks(there)
-        rows -= NULL_SLABS * self.tier.layout.groups[there].rows_per_slab
-        return [positions[at : at + rows] for at in range(0, len(positions), rows)]
+    def num_rows(self, group: int) -> int:
+        """The rows that there is room for, where nothing is kept."""
+        layout, there = self.tier.layout, self._groups[group]
+        return layout.num_blocks(there) - NULL_SLABS * layout.groups[there].rows_per_slab
 
 
 class Mover:
@@ -158,17 +135,16 @@ class Mover:
         host: HostTier | None,
         below: KeyedRows | None = None,
         *,
-        pool: Holds | None = None,
+        pool: Pool | None = None,
         limits: Limits = USUAL,
         checked: bool = False,
     ) -> None:
         self._arena, self._below, self._pool, self._limits = arena, below, pool, limits
         if host is not None and below is not None:
-            _check_identity(host, below)
             check_same_rows(host.layout, below.name, below.layout)
         self._lock = Lock()
         self._host = None if host is None else HostRows(arena, host)
-        self._windows: dict[JobKind, HostWindow] = {}
+        self._windows: dict[JobKind, HostRows] = {}
         self._rows = self._host or self._window(JobKind.STORE)
         self._order = StreamOrder(arena.device)
         self._checks = RowChecks(arena, host) if checked and host is not None else None
@@ -329,6 +305,8 @@ class Mover:
             raise StoreError(f"the mover has lost a thread: {self._broken!r}", blocks=job.blocks)
         row_bytes = self._rows.row_bytes(job.group)
         rows_per_part = max(1, self._limits.part_bytes // row_bytes)
+        if self._host is None:  # all of a part passes through the window at once
+            rows_per_part = min(rows_per_part, self._rows.num_rows(job.group))
         self._queues[job.kind].put(job, row_bytes, rows_per_part)
         if not job.keys:  # no part will end it
             self._finish(job)
@@ -411,7 +389,8 @@ class Mover:
         if not len(rows):
             return None
         is_inward = job.kind is JobKind.LOAD
-        moves = host.copies(job.group, ids, rows, is_inward=is_inward)
+        mapping = host.mapping(job.group)
+        moves = mapping.back(rows, ids) if is_inward else mapping.out(ids, rows)
         source, target = self._arena, host.tier.arena
         here, there = moves.source, moves.destination
         if is_inward:
@@ -425,25 +404,47 @@ class Mover:
         yield pending
         return pending.result()
 
-    def _store(self, part: JobPart) -> Story:
-        """Blocks to the host tier. Rows for which it has no room are not kept."""
-        host, job = self._host, part.job
-        assert host is not None
-        group = host.group(job.group)
-        keys = job.keys[part.positions]
-        reservation = host.tier.reserve(group, keys)
+    def _copied_out(
+        self, part: JobPart, host: HostRows
+    ) -> Generator[PendingCopy, None, tuple[Reservation, list[int]]]:
+        """Rows of host memory with the bytes of their blocks, and positions of these in the job."""
+        job, keys = part.job, part.job.keys[part.positions]
+        first = first_positions(keys)
+        reservation = host.tier.reserve(host.group(job.group), keys)
+        which = [part.positions.start + first[key] for key in reservation.keys]
         try:
-            blocks = _of(reservation.keys, keys, job.ids[part.positions])
-            sums = yield from self._copied(job, host, blocks, reservation.ids)
+            sums = yield from self._copied(job, host, job.ids[which], reservation.ids)
             if self._checks is not None and sums is not None:
                 self._checks.note(reservation, sums)
         except BaseException:
             host.tier.abandon(reservation)
             raise
+        return reservation, which
+
+    def _store(self, part: JobPart) -> Story:
+        """Blocks to the host tier. Rows for which it has no room are not kept."""
+        host, job, keys = self._host, part.job, part.job.keys[part.positions]
+        assert host is not None
+        reservation, _ = yield from self._copied_out(part, host)
         host.tier.keep(reservation)
-        job.moved[part.positions] = host.tier.contains(group, keys)
+        job.moved[part.positions] = host.tier.contains(reservation.group, keys)
         if self._below is not None and keys:
             self._begin_demotion(job, keys, job.links[part.positions])
+
+    def _store_below(self, part: JobPart) -> Story:
+        """Blocks through the window to the tier below."""
+        below, job, window = self._below, part.job, self._rows
+        assert below is not None
+        with window.turn:
+            reservation, which = yield from self._copied_out(part, window)
+            try:
+                rows = window.tier.views(reservation.group, reservation.ids)
+                links = [job.links[i] for i in which] if job.links else ()
+                kept = below.store(reservation.group, reservation.keys, rows, links)
+            finally:
+                window.tier.abandon(reservation)
+        stored = set(select(reservation.keys, kept))
+        job.moved[part.positions] = [key in stored for key in job.keys[part.positions]]
 
     def _begin_demotion(
         self, job: MoverJob, keys: Sequence[bytes], links: Sequence[ChainLink]
@@ -467,37 +468,17 @@ class Mover:
         damaged: Sequence[bytes] = ()
         with host.tier.held(group, keys) as (mask, rows):
             if self._checks is not None:
-                held = chosen(keys, mask)
-                good = self._checks.unchanged(group, held, rows, host.runs(job.group))
-                damaged = chosen(held, ~good)
+                held = select(keys, mask)
+                good = self._checks.unchanged(group, held, rows, host.mapping(job.group).runs)
+                damaged = select(held, ~good)
                 mask[mask], rows = good, rows[good]
             views = host.tier.views(group, rows)
-            kept = stored_in(below, group, chosen(keys, mask), views, chosen(links, mask))
+            kept = below.store(group, select(keys, mask), views, select(links, mask))
         job.moved[part.positions][mask] = kept
         if damaged:
             log.warning("%d rows were damaged in host memory, and are forgotten", len(damaged))
             host.tier.discard(group, damaged)
         yield from ()
-
-    def _store_below(self, part: JobPart) -> Story:
-        """Blocks through the window to the tier below."""
-        below, job, window = self._below, part.job, self._window(JobKind.STORE)
-        assert below is not None
-        group = window.group(job.group)
-        with window.turn:
-            for lot in window.lots(job.group, range(*part.positions.indices(len(job.keys)))):
-                reservation = window.tier.reserve(group, [job.keys[i] for i in lot])
-                keys, first = reservation.keys, {job.keys[i]: i for i in reversed(lot)}
-                which = [first[key] for key in keys]
-                try:
-                    ids = job.ids[which]
-                    yield from self._copied(job, window, ids, reservation.ids, has_sums=False)
-                    rows = window.tier.views(group, reservation.ids)
-                    links = [job.links[i] for i in which] if job.links else []
-                    kept = dict(zip(keys, stored_in(below, group, keys, rows, links), strict=True))
-                finally:
-                    window.tier.abandon(reservation)
-                job.moved[lot] = [kept[job.keys[i]] for i in lot]
 
     def _load(self, part: JobPart) -> Story:
         """Rows to blocks: those that the host has, then those that come from below."""
@@ -506,7 +487,7 @@ class Mover:
             yield from self._from_host(part)
         while self._below is not None and (left := _missing(part)):
             keys = [job.keys[i] for i in left]
-            present = chosen(keys, self._below.contains(self._rows.group(job.group), keys))
+            present = select(keys, self._below.contains(self._rows.group(job.group), keys))
             own, others = self._claim(job.group, present)
             try:
                 lacking = [i for i in left if job.keys[i] in own]
@@ -532,13 +513,13 @@ class Mover:
         group, left = host.group(job.group), _missing(part)
         keys = [job.keys[i] for i in left]
         with host.tier.held(group, keys) as (mask, rows):
-            there = chosen(left, mask)
+            there = select(left, mask)
             sums = yield from self._copied(job, host, job.ids[there], rows)
             good = np.ones(len(rows), bool)
             if self._checks is not None and sums is not None:
-                good = self._checks.good(group, chosen(keys, mask), rows, sums)
+                good = self._checks.good(group, select(keys, mask), rows, sums)
             job.moved[there] = good
-        damaged = chosen(chosen(keys, mask), ~good)
+        damaged = select(select(keys, mask), ~good)
         if damaged:
             host.tier.discard(group, damaged)
             job.num_damaged += len(damaged)
@@ -559,7 +540,7 @@ class Mover:
                 rows = host.tier.views(group, reservation.ids)
                 filled = self._below.load(group, reservation.keys, rows)
             numbers = reservation.ids[filled].tolist()
-            row = dict(zip(chosen(reservation.keys, filled), numbers, strict=True))
+            row = dict(zip(select(reservation.keys, filled), numbers, strict=True))
             at = [i for i in which if job.keys[i] in row]
             ids, rows = job.ids[at], np.array([row[job.keys[i]] for i in at], np.int64)
             yield from self._copied(job, host, ids, rows, has_sums=False)
@@ -578,18 +559,20 @@ class Mover:
         """Rows from the tier below to their blocks, which the host keeps none of."""
         if which:
             window = self._window(job.kind)
+            step = window.num_rows(job.group)
             with window.turn:
-                for lot in window.lots(job.group, which):
-                    yield from self._from_below(job, lot, window)
+                for at in range(0, len(which), step):
+                    yield from self._from_below(job, which[at : at + step], window)
 
-    def _window(self, kind: JobKind) -> HostWindow:
+    def _window(self, kind: JobKind) -> HostRows:
         """The window for one direction, made when it is first needed."""
         with self._lock:
             if kind not in self._windows:
                 tier = self._host.tier if self._host is not None else self._below
                 if tier is None:
                     raise StoreError("a mover needs a host tier, or a tier below")
-                self._windows[kind] = HostWindow(self._arena, tier.layout)
+                nbytes = max(WINDOW_BYTES, 4 * row_layout(tier.layout).slab_bytes)
+                self._windows[kind] = HostRows(self._arena, HostTier(tier.layout, capacity=nbytes))
             return self._windows[kind]
 
     # ── each row fetched once ─────────────────────────────────────────────────────
@@ -615,14 +598,6 @@ def _missing(part: JobPart) -> list[int]:
     return (part.positions.start + np.flatnonzero(~part.job.moved[part.positions])).tolist()
 
 
-def _of(some: Sequence[bytes], keys: Sequence[bytes], ids: Ints) -> Ints:
-    """The blocks of some of the keys."""
-    if len(some) == len(keys):  # all of them, in the same order
-        return ids
-    block = dict(zip(keys, ids.tolist(), strict=True))
-    return np.array([block[key] for key in some], np.int64)
-
-
 def _is_over(copying: PendingCopy) -> bool:
     try:
         return copying.over()
@@ -638,13 +613,3 @@ def _named(part: JobPart, cause: BaseException) -> StoreError:
         f"{part.job.kind.name.lower()} of group {part.job.group}, {what}: {cause}",
         blocks=tuple((part.job.group, block) for block in ids),
     )
-
-
-def _check_identity(host: HostTier, below: KeyedRows) -> None:
-    """Refuses a tier below that keeps rows of another computation."""
-    above, under = host.layout.identity, below.layout.identity
-    if above is not None and under is not None and (unlike := under.differences(above)):
-        raise StoreError(
-            f"tier {below.name!r} keeps rows of another computation than the host tier:\n"
-            + "\n".join(unlike)
-        )

@@ -54,12 +54,12 @@ def convert(old: Sequence[DiskTier], new: DiskTier) -> Converted:
     """Write the rows of stores of one deployment's ranks into a store of another layout."""
     written = incomplete = left_out = 0
     for group in range(len(new.layout.groups)):
-        theirs = _group_of(old[0].layout, new.layout, group)
-        ratio = _ratio(old[0].layout, theirs, new.layout, group)
-        stage = _Stage(old, theirs, new.layout, group, ratio)
-        wanted, unused = _runs(old[0], theirs, ratio)
+        old_group = _group_of(old[0].layout, new.layout, group)
+        ratio = _ratio(old[0].layout, old_group, new.layout, group)
+        stage = _Stage(old, old_group, new.layout, group, ratio)
+        new_rows, unused = _runs(old[0], old_group, ratio)
         left_out += unused
-        for runs in stage.batches(wanted):
+        for runs in stage.batches(new_rows):
             done = stage.moved(runs, new)
             written += done
             incomplete += len(runs) - done
@@ -70,14 +70,14 @@ class _Stage:
     """Room for a batch of rows of one group, of every old store and of the new one."""
 
     def __init__(
-        self, old: Sequence[DiskTier], theirs: int, layout: Layout, group: int, ratio: int
+        self, old: Sequence[DiskTier], old_group: int, layout: Layout, group: int, ratio: int
     ) -> None:
-        self._old, self._theirs, self._group = old, theirs, group
+        self._old, self._old_group, self._group = old, old_group, group
         self._recurrent = isinstance(layout.groups[group].group.retention, State)
         self._parts = 1 if self._recurrent else ratio
         self._tokens = layout.groups[group].group.block_tokens
         self.num_rows = max(1, STAGE_BYTES // layout.row_bytes(group))
-        shapes = [stacked(tier.layout, theirs, self.num_rows * self._parts) for tier in old]
+        shapes = [stacked(tier.layout, old_group, self.num_rows * self._parts) for tier in old]
         self._target = Arena(stacked(layout, group, self.num_rows))
         self._sources: tuple[SourceRoute, ...] = sources(shapes, self._target.layout)
         self._stages = {s.index: Arena(shapes[s.index]) for s in self._sources}
@@ -92,24 +92,24 @@ class _Stage:
         whole = np.ones(len(runs), bool)
         for index, stage in self._stages.items():
             rows = views(stage.bytes.numpy(), stage.layout, 0, np.arange(1, len(keys) + 1))
-            found = self._old[index].load(self._theirs, keys, rows)
-            whole &= found.reshape(len(runs), self._parts).all(axis=1)
+            present = self._old[index].load(self._old_group, keys, rows)
+            whole &= present.reshape(len(runs), self._parts).all(axis=1)
         good = np.flatnonzero(whole)
         for source in self._sources:
             self._route(source, good)
         rows = views(self._target.bytes.numpy(), self._target.layout, 0, good + 1)
-        chosen = [runs[i] for i in good.tolist()]
-        links = [run.link for run in chosen]
-        return int(new.store(self._group, [run.key for run in chosen], rows, links).sum())
+        ready = [runs[i] for i in good.tolist()]
+        links = [run.link for run in ready]
+        return int(new.store(self._group, [run.key for run in ready], rows, links).sum())
 
     def _route(self, source: SourceRoute, good: np.ndarray[tuple[int], np.dtype[np.intp]]) -> None:
         """Bring every good row across, each as a request of its own."""
         stage = self._stages[source.index]
         for i in good.tolist():
             first = 1 + i * self._parts
-            theirs = {0: Blocks.first(np.arange(first, first + self._parts))}
-            ours = {0: Blocks.first([1 + i])}
-            copy(stage, self._target, source.route.copies(theirs, ours, self._tokens)).wait()
+            before = {0: Blocks.first(np.arange(first, first + self._parts))}
+            after = {0: Blocks.first([1 + i])}
+            copy(stage, self._target, source.route.copies(before, after, self._tokens)).wait()
 
 
 def _group_of(old: Layout, new: Layout, group: int) -> int:
@@ -124,9 +124,9 @@ def _group_of(old: Layout, new: Layout, group: int) -> int:
     )
 
 
-def _ratio(old: Layout, theirs: int, new: Layout, group: int) -> int:
+def _ratio(old: Layout, old_group: int, new: Layout, group: int) -> int:
     """How many old blocks make a new one."""
-    before = old.groups[theirs].group.block_tokens
+    before = old.groups[old_group].group.block_tokens
     after = new.groups[group].group.block_tokens
     if after % before:
         raise StoreError(
@@ -142,26 +142,26 @@ def _runs(tier: DiskTier, group: int, ratio: int) -> tuple[list[NewRow], int]:
     """The rows of the new store, oldest first: every chain of `ratio` rows that ends a block. And
     how many old rows are in none of them."""
     files = [file for file in tier.row_files() if file.group == group]
-    known = {key: (link.block, link.parent) for file in files for key, link in tier.links(file)}
+    links = {key: (link.block, link.parent) for file in files for key, link in tier.links(file)}
     recurrent = isinstance(tier.layout.groups[group].group.retention, State)
     runs: list[NewRow] = []
-    for key, (block, _) in known.items():
+    for key, (block, _) in links.items():
         if (block + 1) % ratio and ratio > 1:
             continue
         chain = [key]
-        while len(chain) < (1 if recurrent else ratio) and chain[0] in known:
-            chain.insert(0, known[chain[0]][1])
-        if all(link in known for link in chain):
-            parent = _ancestor(known, key, ratio)
+        while len(chain) < (1 if recurrent else ratio) and chain[0] in links:
+            chain.insert(0, links[chain[0]][1])
+        if all(each in links for each in chain):
+            parent = _ancestor(links, key, ratio)
             runs.append(NewRow(tuple(chain), ChainLink((block + 1) // ratio - 1, parent)))
     used = {key for run in runs for key in run.keys}
-    return runs, len(known) - len(used)
+    return runs, len(links) - len(used)
 
 
-def _ancestor(known: dict[bytes, tuple[int, bytes]], key: bytes, steps: int) -> bytes:
+def _ancestor(links: dict[bytes, tuple[int, bytes]], key: bytes, steps: int) -> bytes:
     """The key `steps` blocks before; nothing where the chain begins or is not known so far."""
     for _ in range(steps):
-        if key not in known:
+        if key not in links:
             return b""
-        key = known[key][1]
+        key = links[key][1]
     return key

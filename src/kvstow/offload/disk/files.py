@@ -164,11 +164,12 @@ class Files:
 
     def open(self, path: str, *, direct: bool) -> int:
         """A descriptor for reading, past the page cache where `direct` and that works."""
-        return _opened(path, os.O_RDONLY, direct=direct)
+        return _open(path, os.O_RDONLY, direct=direct)
 
-    def create(self, path: str, *, direct: bool) -> int:
-        """A descriptor for writing a file that was not there."""
-        return _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct=direct)
+    def create(self, path: str) -> int:
+        """A descriptor for writing a file that was not there, past the page cache where that
+        works."""
+        return _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct=True)
 
     def read(self, fd: int, parts: Sequence[Bytes], offset: int) -> int:
         """Fill the parts, one after the other; how many bytes there were before the end."""
@@ -228,7 +229,7 @@ class MemoryFiles(Files):
         """Nothing to wait for."""
 
 
-def _opened(path: str, flags: int, *, direct: bool) -> int:
+def _open(path: str, flags: int, *, direct: bool) -> int:
     try:
         return open_own(path, flags | (os.O_DIRECT if direct else 0))
     except OSError as error:

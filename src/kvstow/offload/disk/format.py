@@ -1,6 +1,6 @@
 """Bytes of a row file: one page that says what it holds, then rows of one group, end to end.
 
-    rows-3fa9c1…/0/ab/ab12…ef
+    rows-3fa9c1…/0/a/ab12…ef
     ┌────────┬───────┬───────┬─   ─┬───────┐
     │ header │ row 0 │ row 1 │  …  │ zeros │      row k begins at 4096 + k · row_bytes
     └────────┴───────┴───────┴─   ─┴───────┘
@@ -28,7 +28,6 @@ the name of the file that holds it.
 """
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
@@ -115,11 +114,3 @@ def checksum(data: Bytes | bytes) -> int:
     """XXH3-64 of the bytes, seed 0, as a signed number, as arrays of the mover keep them."""
     digest = xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)
     return digest - (digest >> 63 << 64)
-
-
-def entries_of(
-    keys: Sequence[bytes], rows: Sequence[Bytes], links: Sequence[ChainLink]
-) -> tuple[RowEntry, ...]:
-    """What a header says of these rows; `links` are as many, or none."""
-    places = links or [ChainLink()] * len(keys)
-    return tuple(map(RowEntry, keys, map(checksum, rows), places))

@@ -1,16 +1,14 @@
 """What a store holds: `survey` looks without changing anything, `verify` reads every row."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from kvstow.offload.disk.files import aligned, store_errors
 from kvstow.offload.disk.opening import FORMAT, capacity_in, stored_layout
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.disk.tree import RowFile, is_alive, walk
+from kvstow.offload.tier import Verified, select
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.view import align_up
@@ -18,20 +16,10 @@ from kvstow.plan.view import align_up
 BATCH_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What a full reading of a store found. Damaged rows are dropped when it is over."""
-
-    rows: int
-    nbytes: int
-    damaged: tuple[tuple[int, bytes], ...]
-    """Group and key of every row whose bytes were not what they should have been."""
-
-
 def verify(tier: DiskTier, progress: Callable[[int], None] = lambda rows: None) -> Verified:
     """Read every row; those that are damaged are dropped, as on any load."""
     rows = nbytes = 0
-    damaged: list[tuple[int, bytes]] = []
+    damaged: list[dict[str, Any]] = []
     files = tier.row_files()
     for group in range(len(tier.layout.groups)):
         row_bytes = tier.layout.row_bytes(group)
@@ -43,7 +31,7 @@ def verify(tier: DiskTier, progress: Callable[[int], None] = lambda rows: None) 
         for lo in range(0, len(keys), count):
             part = keys[lo : lo + count]
             whole = tier.load(group, part, into[: len(part)])
-            damaged += [(group, part[i]) for i in np.flatnonzero(~whole).tolist()]
+            damaged += [{"group": group, "key": key.hex()} for key in select(part, ~whole)]
             rows += len(part)
             nbytes += len(part) * row_bytes
             progress(len(part))

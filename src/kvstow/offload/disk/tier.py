@@ -35,9 +35,9 @@ from kvstow.offload.disk.format import (
     MAX_ROWS,
     ChainLink,
     Header,
+    RowEntry,
     checksum,
     decode_header,
-    entries_of,
     file_bytes,
 )
 from kvstow.offload.disk.opening import open_directory
@@ -51,11 +51,10 @@ from kvstow.offload.tier import (
     check_process,
     checked_keys,
     checked_rows,
-    chosen,
-    firsts,
+    first_positions,
     known_identity,
-    loaded,
     note_unverified,
+    select,
 )
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
@@ -144,8 +143,7 @@ class DiskTier:
     @property
     def usage(self) -> Usage:
         with self._using():
-            tally = self.tree.usage
-        return Usage(rows=tally.rows, nbytes=tally.nbytes, capacity=self.capacity)
+            return self.tree.usage
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
         checked_keys(self.layout, group, keys)
@@ -191,20 +189,15 @@ class DiskTier:
         rows that have their names by then stay.
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
+        step = self._rows_per_file(group)
         with self._using():
-            missing = firsts(keys, ~self.tree.has(group, keys))
-            step = self._rows_per_file(group)
-            files = [
-                _NewFile(
-                    group,
-                    [keys[i] for i in part],
-                    [rows[i] for i in part],
-                    [links[i] for i in part] if links else (),
-                )
-                for part in (missing[lo : lo + step] for lo in range(0, len(missing), step))
-            ]
-            if files:
-                self._store(files)
+            lacking = set(select(keys, ~self.tree.has(group, keys)))
+            missing = [i for key, i in first_positions(keys).items() if key in lacking]
+            files: list[_NewFile] = []
+            for part in (missing[lo : lo + step] for lo in range(0, len(missing), step)):
+                entries = [(keys[i], rows[i], links[i] if links else ChainLink()) for i in part]
+                files.append(_NewFile(group, entries, self.layout.row_bytes(group)))
+            self._store(files)
             return self.tree.has(group, keys)
 
     def _rows_per_file(self, group: int) -> int:
@@ -213,108 +206,97 @@ class DiskTier:
 
     def _store(self, files: Sequence["_NewFile"]) -> None:
         """Write files; where the disk is full though the capacity allows more, others go first."""
-        failures = self._write_all(files)
-        if any(error.errno in FULL for _, error in failures):
-            self._note_full(failures[0][1])
-            self.tree.evict(2 * sum(self._nbytes(file) for file, _ in failures))
-            failures = self._write_all([file for file, _ in failures])
-            failures = [each for each in failures if each[1].errno not in FULL]
-        if failures:
-            lost = sum(len(file.keys) for file, _ in failures)
-            total = sum(len(file.keys) for file in files)
+        failed = self._write(files)
+        if any(file.error.errno in FULL for file in failed if file.error):
+            self._note_full(failed[0])
+            self.tree.evict(2 * sum(file.nbytes for file in failed))
+            failed = self._write(failed)
+            failed = [file for file in failed if file.error and file.error.errno not in FULL]
+        if failed:
+            reason = failed[0].error
+            lost, total = (sum(len(file.rows) for file in each) for each in (failed, files))
             self._counter.add(Counts(failures=lost))
-            reason = failures[0][1]
             raise StoreError(
-                f"{self.path}: {lost} of {total} rows were not written: {reason.strerror or reason}"
+                f"{self.path}: {lost} of {total} rows were not written: {_reason(reason)}"
             ) from reason
 
-    def _write_all(self, files: Sequence["_NewFile"]) -> list[tuple["_NewFile", OSError]]:
-        """Write files and give them their names; those for which that failed, and why."""
-        results: list[OSError | None] = []
-        step = max(1, BATCH_BYTES // max(map(self._nbytes, files)))
+    def _write(self, files: Sequence["_NewFile"]) -> list["_NewFile"]:
+        """Write files and give them their names, a batch at a time; those that failed."""
+        step = max(1, BATCH_BYTES // max((file.nbytes for file in files), default=1))
         for lo in range(0, len(files), step):
-            results += self._write_part(files[lo : lo + step])
-        both = zip(files, results, strict=True)
-        return [(file, error) for file, error in both if error is not None]
+            self._write_batch(files[lo : lo + step])
+        return [file for file in files if file.error is not None]
 
-    def _write_part(self, files: Sequence["_NewFile"]) -> list[OSError | None]:
-        """Write files, sync them as one, and give them their names; per file what went wrong."""
-        nameless: dict[str, int] = {}
-        """What was written and has no name yet: its bytes."""
+    def _write_batch(self, files: Sequence["_NewFile"]) -> None:
+        """Write files, sync them as one, and give them their names."""
         try:
-            written = self._each(lambda file: self._write(file, nameless), files)
-            results = [each if isinstance(each, OSError) else None for each in written]
-            names = {k: name for k, name in enumerate(written) if isinstance(name, str)}
-            try:
-                if names:
-                    self._files.sync(list(names.values()))
-            except OSError as error:
-                return [error if k in names else result for k, result in enumerate(results)]
-            for k, name in names.items():
-                try:
-                    self.tree.publish(name, files[k].group, files[k].keys, nameless[name])
-                    del nameless[name]
-                    nbytes = len(files[k].keys) * self.layout.row_bytes(files[k].group)
-                    self._counter.add(Counts(stored_rows=len(files[k].keys), stored_bytes=nbytes))
-                except OSError as error:
-                    results[k] = error
-            return results
+            self._each(self._write_file, files)
+            written = [file for file in files if file.name and file.error is None]
+            with _errors_of(written):
+                if written:
+                    self._files.sync([file.name for file in written])
+            for file in written:
+                if file.error is None:
+                    self._publish(file)
         finally:
-            for name, nbytes in nameless.items():
-                self.tree.give_back(nbytes)
-                with suppress(OSError):
-                    self._files.remove(name)
+            for file in files:
+                if file.name:  # it has got no other
+                    self.tree.give_back(file.nbytes)
+                    with suppress(OSError):
+                        self._files.remove(file.name)
+                    file.name = ""
 
-    def _write(self, file: "_NewFile", nameless: dict[str, int]) -> str | OSError | None:
-        """Write a file; its name, None where there is no room, or what went wrong."""
-        try:
+    def _publish(self, file: "_NewFile") -> None:
+        with _errors_of([file]):
+            keys = [key for key, _, _ in file.rows]
+            self.tree.publish(file.name, file.group, keys, file.nbytes)
+            file.name = ""
+            nbytes = len(keys) * file.row_bytes
+            self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
+
+    def _write_file(self, file: "_NewFile") -> None:
+        """Write a file that has no name in the tree yet, if there is room for it."""
+        file.error = None
+        with _errors_of([file]):
             name = self.tree.writers.next_file()
-            if not self.tree.reserve(self._nbytes(file)):
-                return None
-            nameless[name] = self._nbytes(file)
-            self._write_bytes(name, file)
-            return name
-        except OSError as error:
-            return error
+            if self.tree.reserve(file.nbytes):
+                file.name = name
+                self._write_bytes(file)
 
-    def _write_bytes(self, name: str, file: "_NewFile") -> None:
-        row_bytes = self.layout.row_bytes(file.group)
-        entries = entries_of(file.keys, file.rows, file.links)
-        header = Header(self._fingerprint, file.group, row_bytes, entries)
-        is_direct = self._is_alone(file.group)
-        parts = [self._scratch(BLOCK), *file.rows]
-        if is_direct and not is_aligned(file.rows[0]):
-            parts = [self._scratch(self._nbytes(file))]
-            parts[0][BLOCK : BLOCK + row_bytes] = file.rows[0]
-            parts[0][BLOCK + row_bytes :] = 0
+    def _write_bytes(self, file: "_NewFile") -> None:
+        """Write a file past the page cache: what is synced is on its way by then."""
+        entries = tuple(RowEntry(key, checksum(row), link) for key, row, link in file.rows)
+        header = Header(self._fingerprint, file.group, file.row_bytes, entries)
+        first = file.rows[0][1]
+        if len(file.rows) == 1 and is_aligned(first):
+            parts = [self._scratch(BLOCK), first]
+        else:
+            parts = [self._scratch(file.nbytes)]
+            for k, (_, row, _) in enumerate(file.rows):
+                parts[0][header.offset(k) : header.offset(k + 1)] = row
+            parts[0][header.offset(len(file.rows)) :] = 0
         parts[0][:BLOCK] = np.frombuffer(header.encode(), np.uint8)
-        padding = self._nbytes(file) - sum(map(len, parts))
-        if padding:
-            parts.append(np.zeros(padding, np.uint8))
-        fd = self._files.create(name, direct=is_direct)
+        fd = self._files.create(file.name)
         try:
             self._files.write(fd, parts)
             self._files.touch(fd, self._now(entries[0].link))
         finally:
             self._files.close(fd)
 
-    def _nbytes(self, file: "_NewFile") -> int:
-        return file_bytes(self.layout.row_bytes(file.group), len(file.keys))
-
     def _is_alone(self, group: int) -> bool:
-        """Whether rows of a group have files of their own, which go past the page cache."""
+        """Whether rows of a group have files of their own, which are read past the page cache."""
         return 2 * self.layout.row_bytes(group) > FILE_BYTES
 
     def _now(self, link: ChainLink) -> int:
         return int(self._clock() * 1e9) - link.block * BLOCK_NANOSECONDS
 
-    def _note_full(self, error: OSError) -> None:
+    def _note_full(self, file: "_NewFile") -> None:
         """Say that rows find no room although the capacity allows it: once in the log."""
         if not self._said_full:
             log.warning(
                 "store %s: %s, though %d bytes are allowed; rows are dropped for others",
                 self.path,
-                error.strerror,
+                _reason(file.error),
                 self.capacity,
             )
         self._said_full = True
@@ -334,14 +316,14 @@ class DiskTier:
                 lambda lo: self._load(group, keys[lo : lo + step], rows[lo : lo + step]),
                 range(0, len(keys), step),
             )
-        mask = np.array([found for part in results for found in part], bool)
-        self._counter.add(loaded(len(keys), int(mask.sum()), self.layout.row_bytes(group)))
+        mask = np.array([is_good for part in results for is_good in part], bool)
+        self._counter.add_load(len(keys), int(mask.sum()), self.layout.row_bytes(group))
         return mask
 
     def _load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> list[bool]:
         """Rows of a part of a call, file by file; which of them were there."""
         there = self.tree.has(group, keys)
-        left = dict(zip(chosen(keys, there), chosen(rows, there), strict=True))
+        left = dict(zip(select(keys, there), select(rows, there), strict=True))
         good: set[bytes] = set()
         while left:
             first = next(iter(left))
@@ -477,14 +459,34 @@ class DiskTier:
             wait(futures)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _NewFile:
-    """Rows that will share a file."""
+    """Rows that will share a file: keys, bytes and links."""
 
     group: int
-    keys: Sequence[bytes]
-    rows: Sequence[Bytes]
-    links: Sequence[ChainLink]
+    rows: Sequence[tuple[bytes, Bytes, ChainLink]]
+    row_bytes: int
+    name: str = ""
+    """What it is called until it has the names of its rows."""
+    error: OSError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return file_bytes(self.row_bytes, len(self.rows))
+
+
+@contextmanager
+def _errors_of(files: Sequence[_NewFile]) -> Generator[None]:
+    """What the system refuses is the error of these files."""
+    try:
+        yield
+    except OSError as error:
+        for file in files:
+            file.error = error
+
+
+def _reason(error: OSError | None) -> str:
+    return "" if error is None else error.strerror or str(error)
 
 
 def neighbours(numbers: Sequence[int]) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """The directory of a store: which file holds which row, what they take, and which go first.
 
-    DIR/rows-3fa9c1…/0/ab/ab12…ef     a row of group 0: fingerprint, group, first byte of its key
+    DIR/rows-3fa9c1…/0/a/ab12…ef      a row of group 0: fingerprint, group, first digit of its key
     DIR/new/4711-x7k2/12              a file that process 4711 is writing; it gets its names last
 
 A row is there if its name is. A name appears and goes in one step, and a file stays as it is for
@@ -22,7 +22,7 @@ from threading import Lock
 import numpy as np
 
 from kvstow.offload.disk.files import Files
-from kvstow.offload.tier import Bools, Counter, Counts
+from kvstow.offload.tier import Bools, Counter, Counts, Usage
 
 EVICTED_SHARE = 16
 """Who needs room evicts until a 16th of the capacity is free, so that the tree is walked seldom."""
@@ -55,14 +55,6 @@ class RowFile:
         return [bytes.fromhex(os.path.basename(name)) for name in self.names]
 
 
-@dataclass(slots=True)
-class Tally:
-    """Rows in the tree, and the bytes of their files."""
-
-    rows: int = 0
-    nbytes: int = 0
-
-
 class RowTree:
     """Row files of one layout, among those of the whole directory. Call from any thread.
 
@@ -77,7 +69,8 @@ class RowTree:
         self._files = files
         self.writers = Writers(path, files)
         self._lock = Lock()
-        self._tally = Tally()
+        self._rows = self._nbytes = 0
+        """In the tree, and of their files."""
         self._walk_is_due = 0.0
         self._under_way = 0
         """Bytes that were reserved and have no names yet."""
@@ -88,12 +81,12 @@ class RowTree:
     def name(self, group: int, key: bytes) -> str:
         """The name of the file that holds a row."""
         text = key.hex()
-        return f"{self._root}/{group}/{text[:2]}/{text}"
+        return f"{self._root}/{group}/{text[0]}/{text}"
 
     def has(self, group: int, keys: Sequence[bytes]) -> Bools:
         """Which rows are there."""
         folder, names = f"{self._root}/{group}", [key.hex() for key in keys]
-        return np.array([os.access(f"{folder}/{n[:2]}/{n}", os.F_OK) for n in names], bool)
+        return np.array([os.access(f"{folder}/{n[0]}/{n}", os.F_OK) for n in names], bool)
 
     def directories(self, group: int) -> list[os.DirEntry[str]]:
         """Where the rows of a group are."""
@@ -106,18 +99,19 @@ class RowTree:
     # ── usage ─────────────────────────────────────────────────────────────────────
 
     @property
-    def usage(self) -> Tally:
+    def usage(self) -> Usage:
         """Rows and bytes, as this process knows them; others' may be a moment old."""
         with self._lock:
             if time.monotonic() >= self._walk_is_due:
                 self._walked()
-            return Tally(self._tally.rows, self._tally.nbytes)
+            return Usage(rows=self._rows, nbytes=self._nbytes, capacity=self.capacity)
 
     def _walked(self) -> list[RowFile]:
         """All files there are, of this layout or another one."""
         began = time.monotonic()
         files = [file for root in _entries(str(self.path), "rows-") for file in walk(root.path)]
-        self._tally = Tally(sum(len(f.names) for f in files), sum(f.nbytes for f in files))
+        self._rows = sum(len(file.names) for file in files)
+        self._nbytes = sum(file.nbytes for file in files)
         end = time.monotonic()
         self._walk_is_due = end + LOOK_SHARE * (end - began)
         return files
@@ -173,8 +167,8 @@ class RowTree:
                         self._files.remove(name)
                 raise
             self._under_way -= nbytes
-            self._tally.rows += len(names)
-            self._tally.nbytes += nbytes
+            self._rows += len(names)
+            self._nbytes += nbytes
 
     # ── going ─────────────────────────────────────────────────────────────────────
 
@@ -187,7 +181,7 @@ class RowTree:
         """Rows go until the rest takes at most so many bytes; how many."""
         with self._lock:
             files = self._walked()
-            return self._evict(files, self._tally.nbytes - nbytes)
+            return self._evict(files, self._nbytes - nbytes)
 
     def remove(self, name: str) -> bool:
         """Forget one row; whether it was there."""
@@ -209,10 +203,10 @@ class RowTree:
         files = self._walked()
         share = self.capacity // EVICTED_SHARE
         limit = self.capacity if self._num_writers <= 1 else self.capacity - share
-        lacking = self._tally.nbytes + self._under_way + nbytes - limit
+        lacking = self._nbytes + self._under_way + nbytes - limit
         if lacking > 0:
             self._evict(files, lacking + share)
-        free = limit - self._tally.nbytes - self._under_way
+        free = limit - self._nbytes - self._under_way
         if self._num_writers > 1:
             free = min(free, max(nbytes, share // self._num_writers))
         self._allowance = max(0, free)
@@ -232,8 +226,8 @@ class RowTree:
         return rows
 
     def _count_gone(self, rows: int, nbytes: int) -> None:
-        self._tally.rows -= rows
-        self._tally.nbytes -= nbytes
+        self._rows -= rows
+        self._nbytes -= nbytes
         self._allow(nbytes)
 
 
@@ -273,7 +267,7 @@ class Writers:
             os.mkdir(self._new, 0o700)
         folder = tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._new)
         with suppress(FileNotFoundError):
-            fd = _opened(folder)
+            fd = _open_folder(folder)
             if _is_locked_now(fd) and os.fstat(fd).st_nlink:
                 self._folder, self._fd = folder, fd
             else:  # somebody took it for left over
@@ -302,7 +296,7 @@ class Writers:
 def is_alive(folder: str, otherwise: Callable[[str], None] = lambda folder: None) -> bool:
     """Whether the process that writes in a folder lives; `otherwise` is done while nobody can
     begin to. Raises OSError."""
-    fd = _opened(folder)
+    fd = _open_folder(folder)
     try:
         if not _is_locked_now(fd):
             return True
@@ -320,7 +314,7 @@ def _is_locked_now(fd: int) -> bool:
     return True
 
 
-def _opened(folder: str) -> int:
+def _open_folder(folder: str) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
@@ -406,13 +400,13 @@ class RowListing:
         gone: list[bytes] = []
         directories = {entry.path for entry in self._tree.directories(self._group)}
         for directory in directories | set(self._known):
-            before, known = self._known.get(directory, (-1, frozenset[bytes]()))
+            last_change, before = self._known.get(directory, (-1, frozenset[bytes]()))
             changed = _changed(directory)
-            if changed == before:
+            if changed == last_change:
                 continue
             keys = frozenset(keys_in(directory))
-            came += keys - known
-            gone += known - keys
+            came += keys - before
+            gone += before - keys
             is_settled = abs(time.time() - changed / 1e9) > SETTLED_SECONDS
             self._known[directory] = changed if is_settled else -1, keys
         return came, gone

@@ -27,9 +27,9 @@ from kvstow.offload.tier import (
     Usage,
     checked_keys,
     checked_rows,
-    chosen,
-    loaded,
+    first_positions,
     log,
+    select,
 )
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints, parse_size
@@ -133,7 +133,7 @@ class HostTier:
             good = np.array([key not in ids for key in reservation.keys], bool)
             if filled is not None:
                 good &= filled
-            keys, rows = chosen(reservation.keys, good), reservation.ids[good]
+            keys, rows = select(reservation.keys, good), reservation.ids[good]
             ids.update(zip(keys, rows.tolist(), strict=True))
             self._keys[group].update(zip(rows.tolist(), keys, strict=True))
             pool.keep(group, rows)
@@ -155,10 +155,10 @@ class HostTier:
     ) -> Bools:
         checked_rows(self.layout, group, keys, rows)
         reservation = self.reserve(group, keys)
-        where = {key: i for i, key in reversed(list(enumerate(keys)))}
+        first = first_positions(keys)
         try:
             for key, view in zip(reservation.keys, self.views(group, reservation.ids), strict=True):
-                view[:] = rows[where[key]]
+                view[:] = rows[first[key]]
         except BaseException:
             self.abandon(reservation)
             raise
@@ -203,14 +203,14 @@ class HostTier:
     def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
         checked_rows(self.layout, group, keys, rows)
         with self.held(group, keys) as (mask, ids):
-            for row, view in zip(chosen(rows, mask), self.views(group, ids), strict=True):
+            for row, view in zip(select(rows, mask), self.views(group, ids), strict=True):
                 row[:] = view
         self.count_load(group, len(keys), len(ids))
         return mask
 
     def count_load(self, group: int, num_keys: int, num_rows: int) -> None:
         """Enter a load into the counts."""
-        self._counter.add(loaded(num_keys, num_rows, self.layout.row_bytes(group)))
+        self._counter.add_load(num_keys, num_rows, self.layout.row_bytes(group))
 
     # ── giving up ─────────────────────────────────────────────────────────────────
 

@@ -183,8 +183,8 @@ def parse(url: str) -> tuple[SplitResult, dict[str, str], RemoteOptions]:
         elif name in _COMMON:
             common[name] = _converted(name, value)
         else:
-            known = ", ".join((*_OWN[parts.scheme], *_COMMON))
-            raise StoreError(f"{_shown(parts)}: no option {name!r}\n\nhint: one of {known}")
+            names = ", ".join((*_OWN[parts.scheme], *_COMMON))
+            raise StoreError(f"{_shown(parts)}: no option {name!r}\n\nhint: one of {names}")
     return parts, own, RemoteOptions(**common)  # pyright: ignore[reportArgumentType]
 
 

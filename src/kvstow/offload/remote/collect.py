@@ -40,6 +40,7 @@ from kvstow.offload.remote.client import (
 )
 from kvstow.offload.remote.directory import MANIFEST_BYTES, ROWS, WriterLayout
 from kvstow.offload.remote.objects import BadObject
+from kvstow.offload.tier import Bytes, Verified
 from kvstow.plan.manifest import decode
 
 USAGE = "usage"
@@ -48,6 +49,7 @@ MOST_USAGE_BYTES = 1 << 20
 YOUNG_SECONDS = 600.0
 DELETE = 1000
 LOT_BYTES = 32 << 20
+NO_MANIFEST = "no manifest"
 
 Place = tuple[str, str, str]
 """Tenant, identity and layout, as they stand in names."""
@@ -120,11 +122,13 @@ def writers(client: BlobClient) -> dict[Place, WriterLayout]:
 
 def survey(client: BlobClient) -> dict[str, Any]:
     """What a store holds by tenant and layout, as plain values."""
-    known = writers(client)
-    rows: dict[Place, list[BlobFacts]] = {place: [] for place in known}
+    layouts_by_place = writers(client)
+    rows: dict[Place, list[BlobFacts]] = {place: [] for place in layouts_by_place}
     for row in rows_in(client):
         rows.setdefault(row.place, []).append(row.facts)
-    layouts = [_layout(place, known.get(place), facts) for place, facts in sorted(rows.items())]
+    layouts = [
+        _layout(place, layouts_by_place.get(place), facts) for place, facts in sorted(rows.items())
+    ]
     tenants: Counter[str] = Counter()
     for one in layouts:
         tenants[one["tenant"]] += one["bytes"]
@@ -158,23 +162,11 @@ def _layout(place: Place, writer: WriterLayout | None, rows: list[BlobFacts]) ->
     }
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedObjects:
-    """What a full reading of a remote store found. Damaged objects are removed."""
-
-    rows: int
-    nbytes: int
-    damaged: tuple[tuple[str, str], ...]
-    """Name and reason of every object that was not the row it should have been."""
-
-
-def verify(
-    client: BlobClient, progress: Callable[[int], None] = lambda rows: None
-) -> VerifiedObjects:
+def verify(client: BlobClient, progress: Callable[[int], None] = lambda rows: None) -> Verified:
     """Read every row and compare it with its checksums. What is damaged is removed; rows whose
     manifest is missing are named and stay, since their writer may publish it again."""
-    known = writers(client)
-    damaged: list[tuple[str, str]] = []
+    layouts = writers(client)
+    damaged: list[dict[str, Any]] = []
     count = nbytes = 0
     rows = rows_in(client)
     while first := next(rows, None):
@@ -184,21 +176,26 @@ def verify(
         blobs = whole_objects(client, [row.facts.name for row in lot], most)
         bad: list[str] = []
         for row, blob in zip(lot, blobs, strict=True):
-            writer = known.get(row.place)
             if blob is None:  # collected meanwhile
                 continue
             count, nbytes = count + 1, nbytes + blob.nbytes
-            if writer is None or row.group >= len(writer.layout.groups):
-                damaged.append((row.facts.name, "no manifest"))
-                continue
-            verdict = writer.objects(row.group).read(row.key, blob)
-            if isinstance(verdict, BadObject):
-                damaged.append((row.facts.name, verdict.value))
-                bad += [row.facts.name] if verdict is not BadObject.VERSION else []
+            fault = _fault(layouts.get(row.place), row, blob)
+            if fault:
+                damaged.append({"name": row.facts.name, "reason": fault})
+            if fault and fault not in (BadObject.VERSION, NO_MANIFEST):
+                bad.append(row.facts.name)
         if bad:
             client.delete(bad)
         progress(len(lot))
-    return VerifiedObjects(count, nbytes, tuple(damaged))
+    return Verified(count, nbytes, tuple(damaged))
+
+
+def _fault(writer: WriterLayout | None, row: RowFacts, blob: Bytes) -> str:
+    """Why an object is not the row that its name says; empty where it is."""
+    if writer is None or row.group >= len(writer.layout.groups):
+        return NO_MANIFEST
+    verdict = writer.objects(row.group).read(row.key, blob)
+    return verdict.value if isinstance(verdict, BadObject) else ""
 
 
 # ── collecting ────────────────────────────────────────────────────────────────────────

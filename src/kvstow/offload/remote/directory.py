@@ -88,26 +88,26 @@ class Directory:
         with self._lock:
             return tuple(self._known.values())
 
-    def publish(self, mine: WriterLayout) -> None:
+    def publish(self, own: WriterLayout) -> None:
         """Make sure that others find this layout. Asks first, so that it may be called often.
 
         Raises StoreFull where there is no room for it: rows would not be found by anybody.
         """
         with self._lock:
-            self._known.setdefault(mine.fingerprint, mine)
-        name = f"{self.base}/manifest/{mine.fingerprint}"
-        self._make(name, np.frombuffer(mine.manifest, np.uint8))
-        wanted = np.frombuffer(mine.fingerprint.encode(), np.uint8)
+            self._known.setdefault(own.fingerprint, own)
+        name = f"{self.base}/manifest/{own.fingerprint}"
+        self._make(name, np.frombuffer(own.manifest, np.uint8))
+        content = np.frombuffer(own.fingerprint.encode(), np.uint8)
         for first in range(0, MOST_ENTRIES, BATCH):
             names = [self._entry(i) for i in range(first, first + BATCH)]
             there = whole_objects(self._client, names, _FINGERPRINT)
-            if any(_text(entry) == mine.fingerprint for entry in there):
+            if any(_text(entry) == own.fingerprint for entry in there):
                 return
             for entry, data in zip(names, there, strict=True):
                 if data is not None:
                     continue
-                self._make(entry, wanted)  # somebody else may be faster
-                if _text(whole_objects(self._client, [entry], _FINGERPRINT)[0]) == mine.fingerprint:
+                self._make(entry, content)  # somebody else may be faster
+                if _text(whole_objects(self._client, [entry], _FINGERPRINT)[0]) == own.fingerprint:
                     return
         log.warning("%s: no free entry for a layout among %d", self._client.where, MOST_ENTRIES)
 
@@ -118,16 +118,15 @@ class Directory:
 
     def refresh(self) -> None:
         """Look which layouts there are. Manifests that cannot be used are noted once."""
-        found: list[str] = []
+        fingerprints: list[str] = []
         for first in range(0, MOST_ENTRIES, BATCH):
             names = [self._entry(i) for i in range(first, first + BATCH)]
             entries = [_text(data) for data in whole_objects(self._client, names, _FINGERPRINT)]
-            found += [text for text in entries if text]
+            fingerprints += [text for text in entries if text]
             if not any(entries):
                 break
-        fresh = [
-            fp for fp in dict.fromkeys(found) if fp not in self._known and fp not in self._refused
-        ]
+        seen = {*self._known, *self._refused}
+        fresh = [each for each in dict.fromkeys(fingerprints) if each not in seen]
         names = [f"{self.base}/manifest/{fp}" for fp in fresh]
         manifests = whole_objects(self._client, names, MANIFEST_BYTES) if fresh else []
         for fingerprint, data in zip(fresh, manifests, strict=True):

@@ -114,8 +114,8 @@ class LookUps:
         now = monotonic()
         deadline = now + seconds
         with self._lock:
-            known = [self._found.get((group, key), (now, None)) for key in keys]
-        rows = [parts if until >= now else None for until, parts in known]
+            remembered = [self._found.get((group, key), (now, None)) for key in keys]
+        rows = [parts if until >= now else None for until, parts in remembered]
         left = [i for i, parts in enumerate(rows) if parts is None]
         ends_at_miss = isinstance(self._layout.groups[group].group.retention, Full)
         readers = self._readers[group]

@@ -219,8 +219,8 @@ class MooncakeClient:
 
     def delete(self, names: Sequence[str]) -> Refused:
         answers = self._store.batch_remove([self._prefix + name for name in names], True)
-        known = [0 if answer == NOT_FOUND else answer for answer in answers]
-        return self._refused(names, known, NOT_REMOVED)
+        gone = [0 if answer == NOT_FOUND else answer for answer in answers]
+        return self._refused(names, gone, NOT_REMOVED)
 
     def close(self) -> None:
         """Let go of the store when no call uses its memory any more. One that hangs for long has
@@ -234,19 +234,19 @@ class MooncakeClient:
                 return
         self._store.close()
 
-    def _checked(self, answers: Sequence[int], known: Container[int]) -> Sequence[int]:
+    def _checked(self, answers: Sequence[int], meanings: Container[int]) -> Sequence[int]:
         """The answers; StoreUnreachable for a negative one that is not known."""
         for answer in answers:
-            if answer < 0 and answer not in known:
+            if answer < 0 and answer not in meanings:
                 raise StoreUnreachable(f"{self.where}: error {answer}")
         return answers
 
     def _refused(
-        self, names: Sequence[str], answers: Sequence[int], known: Mapping[int, str]
+        self, names: Sequence[str], answers: Sequence[int], meanings: Mapping[int, str]
     ) -> Refused:
         """The objects with a negative answer, and what each means."""
-        pairs = zip(names, self._checked(answers, known), strict=True)
-        return {name: known[answer] for name, answer in pairs if answer < 0}
+        pairs = zip(names, self._checked(answers, meanings), strict=True)
+        return {name: meanings[answer] for name, answer in pairs if answer < 0}
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

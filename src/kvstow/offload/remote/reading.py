@@ -143,23 +143,23 @@ class GroupReader:
         size = self._group.block_tokens
         first = (end - 1) // size * size
         phase = first % lcm(size, *self.block_sizes)
-        found: list[ObjectPart] = []
+        parts: list[ObjectPart] = []
         for piece in self._pieces(phase, self._unseen(first, end), end - first):
-            theirs = piece.objects.layout.groups[piece.objects.group].group
-            start = ((first - phase) // theirs.block_tokens + piece.block) * theirs.block_tokens
-            named = min(start + theirs.block_tokens, prompt.num_tokens)
+            group = piece.objects.layout.groups[piece.objects.group].group
+            start = ((first - phase) // group.block_tokens + piece.block) * group.block_tokens
+            named = min(start + group.block_tokens, prompt.num_tokens)
             name = prompt.key_at(named)
-            if name is None or not self._holds(theirs, max(start, first), end, named):
+            if name is None or not self._holds(group, max(start, first), end, named):
                 return None
-            found.append(ObjectPart(piece, name))
-        return found
+            parts.append(ObjectPart(piece, name))
+        return parts
 
-    def _holds(self, theirs: Group, first: int, end: int, named: int) -> bool:
+    def _holds(self, group: Group, first: int, end: int, named: int) -> bool:
         """Whether a writer's row, named by its first `named` tokens, surely has those of tokens
         `[first, end)` that the token at `end` sees. A row has what the token at `named` sees; its
         writer may never have had what is before that."""
         first = max(first, first_seen_token(self._group.retention, end))
-        return first >= min(end, named) or first >= first_seen_token(theirs.retention, named)
+        return first >= min(end, named) or first >= first_seen_token(group.retention, named)
 
     def _unseen(self, first: int, end: int) -> int:
         """Tokens at the beginning of a block that no token after it sees: a writer may have
@@ -186,18 +186,18 @@ def _pieces(
 ) -> Iterator[RowPiece]:
     """What a row takes from the writer's rows of one group, by row; places count from the start
     of either row. The writer's ids are two apart, so that no copy spans two of its rows."""
-    mine, span = tokens.of(pair.source), pair.spans[0]
-    index = np.arange(mine.first // span, ceil_div(mine.end, span))
-    theirs = Blocks(NULL_SLABS + 2 * np.arange(len(index)), index)
-    count = int(theirs.ids[-1]) + 1
+    first_tokens, span = tokens.of(pair.source), pair.spans[0]
+    index = np.arange(first_tokens.first // span, ceil_div(first_tokens.end, span))
+    rows_there = Blocks(NULL_SLABS + 2 * np.arange(len(index)), index)
+    count = int(rows_there.ids[-1]) + 1
     whole = pair.layouts[0]
     rows = replace(whole, num_slabs=count, nbytes=count * whole.slab_bytes)
     wide = replace(pair, layouts=(rows, pair.layouts[1]))
-    copies = wide.copies(theirs, ours, tokens)
+    copies = wide.copies(rows_there, ours, tokens)
     strip, target = rows.footprints[pair.groups[0]].strips[0], pair.layouts[1]
     row = (copies.source - strip.offset) // strip.stride
     objects = writer.objects(pair.groups[0])
-    for block, id in zip(index.tolist(), theirs.ids.tolist(), strict=True):
+    for block, id in zip(index.tolist(), rows_there.ids.tolist(), strict=True):
         part = copies.take(np.flatnonzero(row == id))
         part = part.moved(
             -(strip.offset + id * strip.stride), -target.runs(0, NULL_SLABS)[0].offset
@@ -216,17 +216,19 @@ def deployments(writers: Sequence[WriterLayout], own: str) -> list[tuple[WriterL
     The one with the fingerprint `own` comes first. Ranks that differ in order or in the tokens
     per block of a retention are never one deployment.
     """
-    found: list[tuple[object, dict[str, int], list[WriterLayout]]] = []
+    kinds: list[tuple[object, dict[str, int], list[WriterLayout]]] = []
     for writer in writers:
         layout = writer.layout
         kind = (layout.tp[1], layout.pp[1], layout.order)
         sizes = {short_name(r.group.retention): r.group.block_tokens for r in layout.groups}
-        for other, known, members in found:
-            if other == kind and all(known.get(name, size) == size for name, size in sizes.items()):
-                known.update(sizes)
+        for other, block_sizes, members in kinds:
+            if other == kind and all(
+                block_sizes.get(name, size) == size for name, size in sizes.items()
+            ):
+                block_sizes.update(sizes)
                 members.append(writer)
                 break
         else:
-            found.append((kind, sizes, [writer]))
-    ranked = [tuple(members) for _, _, members in found]
+            kinds.append((kind, sizes, [writer]))
+    ranked = [tuple(members) for _, _, members in kinds]
     return sorted(ranked, key=lambda members: own not in {each.fingerprint for each in members})

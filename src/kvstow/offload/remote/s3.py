@@ -142,9 +142,9 @@ class S3Client:
                 self._store, prefix.rstrip("/") or None
             )
             for chunk in chunks:
-                for found in chunk:
-                    when = found["last_modified"].timestamp()
-                    yield BlobFacts(found["path"], found["size"], when)
+                for entry in chunk:
+                    when = entry["last_modified"].timestamp()
+                    yield BlobFacts(entry["path"], entry["size"], when)
         except (BaseError, OSError) as error:
             raise _unreachable(self.where, error) from error
 

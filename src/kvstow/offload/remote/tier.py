@@ -38,7 +38,6 @@ from kvstow.offload.tier import (
     checked_keys,
     checked_rows,
     known_identity,
-    loaded,
     note_unverified,
 )
 from kvstow.plan.identity import Identity
@@ -70,15 +69,15 @@ class RemoteTier:
         identity: Identity | None = None,
         options: RemoteOptions | None = None,
     ) -> None:
-        known = known_identity(layout, identity, "a remote store")
+        makes = known_identity(layout, identity, "a remote store")
         if isinstance(store, str):
             store, options = open_client(store)
         self.client, self.options = store, options or RemoteOptions()
-        note_unverified(known, self.client.where)
-        self._own = WriterLayout.of(layout.identified(known))
+        note_unverified(makes, self.client.where)
+        self._own = WriterLayout.of(layout.identified(makes))
         self.layout = self._own.layout
         self._objects = [self._own.objects(g) for g in range(len(self.layout.groups))]
-        self._directory = Directory(self.client, self.options.tenant, known)
+        self._directory = Directory(self.client, self.options.tenant, makes)
         self.misses = Tallies()
         """Rows that were asked for and not given, by reason."""
         self.breaker = Breaker(self.client.where)
@@ -182,8 +181,8 @@ class RemoteTier:
         """What this process has written; the store's own usage is what the collector counts."""
         now = self._counter.now
         limits = (self.options.tenant_bytes, self.options.max_bytes)
-        known = [limit for limit in limits if limit is not None]
-        return Usage(rows=now.stored_rows, nbytes=now.stored_bytes, capacity=min(known, default=0))
+        limits = [limit for limit in limits if limit is not None]
+        return Usage(rows=now.stored_rows, nbytes=now.stored_bytes, capacity=min(limits, default=0))
 
     def expect(self, identity: Identity, prompt: Prompt) -> None:
         """Rows of this prompt will be asked for. Needed only where writers have other block sizes:
@@ -209,19 +208,19 @@ class RemoteTier:
     def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
         """Copy rows out; which of them were there, whole, and in time."""
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
-        found = np.zeros(len(keys), bool)
+        present = np.zeros(len(keys), bool)
         parts = {i: each for i, each in enumerate(self._where(group, keys)) if each is not None}
         row_bytes = self.layout.row_bytes(group)
         if parts and not self.breaker.is_open:
             at = list(parts)
             for n, row in self._fetcher.rows(row_bytes, list(parts.values()), self.options.load):
                 rows[at[n]][:] = row
-                found[at[n]] = True
-            lost = [keys[i] for i in parts if not found[i]]
+                present[at[n]] = True
+            lost = [keys[i] for i in parts if not present[i]]
             self._look_ups.forget(group, lost)
             self.writes.forget([self._name(group, key) for key in lost])
-        self._counter.add(loaded(len(keys), int(found.sum()), row_bytes))
-        return found
+        self._counter.add_load(len(keys), int(present.sum()), row_bytes)
+        return present
 
     def _remove_bad(self, name: str) -> None:
         """An object is not the row that its name says: it goes, so that it can be written again."""

@@ -39,10 +39,10 @@ from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.disk.tree import RowListing
 from kvstow.offload.host.shared import shared_tier, split_capacity
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.metrics import watch_tiers
+from kvstow.offload.metrics import TierMetrics
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.rows import matching_group
-from kvstow.offload.tier import Tier, TierChain, chosen, held_by_any
+from kvstow.offload.tier import Tier, TierChain, held_by_any, select
 from kvstow.offload.watch import TierChange, TierWatch
 from kvstow.threads import guarded_thread
 
@@ -235,7 +235,7 @@ class WorkerTiers(RankPart):
 
     def watch(self, telemetry: Telemetry) -> None:
         """Show the numbers of all tiers in a telemetry."""
-        watch_tiers(telemetry, (self.host, self._shared, self._disk, self._remote))
+        TierMetrics(telemetry.registry, [self.host, *self._lower])
 
     # ── what the rank does in a step ──────────────────────────────────────────────
 
@@ -340,7 +340,7 @@ class WorkerTiers(RankPart):
     def _is_restored(self, job: TierJob[LoadBlocks]) -> bool:
         """Whether all rows of a load have come."""
         for part in job.parts:
-            self._forget(self._groups[part.group], chosen(part.keys, ~part.moved))
+            self._forget(self._groups[part.group], select(part.keys, ~part.moved))
         if job.num_damaged:
             self._counts[Count.DAMAGED_ROWS] += job.num_damaged
         if job.fault is None and not job.num_lost:
@@ -385,8 +385,8 @@ class WorkerTiers(RankPart):
             self._note(g, keys)
             here = self.host.contains(g, keys)
             if self._lower and not here.all():
-                here[~here] = held_by_any(self._lower, g, chosen(keys, ~here))
-                self._forget(g, chosen(keys, ~here))
+                here[~here] = held_by_any(self._lower, g, select(keys, ~here))
+                self._forget(g, select(keys, ~here))
             present.append(tuple(here.tolist()))
         return KeysPresent(request=lookup.request, present=tuple(present))
 
