@@ -4,10 +4,11 @@
     PYTHONPATH=src python bench/offload.py [--dir DIR] [--beside TREE] [--repeats N] [--json FILE]
 
 With `--beside`, another version of the source is measured in the same run, in turns with this one,
-so that other work on the machine meets both. Every measurement is a process of its own. Figures
-are the best of all rounds. A store is written in calls of about 128 MB or 512 rows, read back in
-the same order, and then some of its rows in an order drawn at random. `--alone` stores the rows of
-the many one by one, so that each has a file of its own.
+so that other work on the machine meets both. Every measurement is a process of its own. A store is
+written in calls of about 128 MB or 512 rows, read back in the same order, and then some of its rows
+in an order drawn at random. Rates are those of the median call of the middle round, the first call,
+which makes directories, left out. `--alone` stores the rows of the many one by one, so that each
+has a file of its own.
 """
 
 import os
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from bench.machine import machine, write
@@ -36,7 +38,7 @@ from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
-ROWS = {4096: 20_000, 16_384: 10_000, 65_536: 4_000, 1_835_008: 320, 5_242_880: 120}
+ROWS = {4096: 10_240, 16_384: 10_240, 65_536: 5_120, 1_835_008: 639, 5_242_880: 225}
 """How many rows of each size are stored."""
 
 MANY = (1, 1_000, 20_000, 500_000)
@@ -84,25 +86,27 @@ def rows(path: Path, row_bytes: int) -> dict[str, float]:
     tier = opened(path, row_bytes, count)
     step = min(CALL_ROWS, max(1, CALL_BYTES // row_bytes))
     source = memory(row_bytes, step)
+    count = count // step * step
     keys = [os.urandom(16) for _ in range(count)]
     calls = [keys[lo : lo + step] for lo in range(0, count, step)]
     order = np.random.default_rng(1).permutation(count)[:step].tolist()
 
-    def store() -> None:
-        for call in calls:
-            assert tier.store(0, call, source[: len(call)]).all()
+    def store(call: list[bytes]) -> None:
+        assert tier.store(0, call, source[: len(call)]).all()
 
-    def load() -> None:
-        for call in calls:
-            assert tier.load(0, call, source[: len(call)]).all()
+    def load(call: list[bytes]) -> None:
+        assert tier.load(0, call, source[: len(call)]).all()
 
     def load_some() -> None:
         assert tier.load(0, [keys[i] for i in order], source[: len(order)]).all()
 
-    total = count * row_bytes / 1e6
+    def rate(work: Callable[[list[bytes]], None]) -> float:
+        times = [seconds(lambda call=call: work(call)) for call in calls]
+        return step * row_bytes / 1e6 / median(times[1:])
+
     figures = {
-        "write_mb_per_s": total / seconds(store),
-        "read_mb_per_s": total / seconds(load),
+        "write_mb_per_s": rate(store),
+        "read_mb_per_s": rate(load),
         "random_mb_per_s": len(order) * row_bytes / 1e6 / seconds(load_some),
         "lookup_us": seconds(lambda: tier.contains(0, keys)) / count * 1e6,
     }
@@ -146,12 +150,9 @@ def measured(tree: Path, directory: Path, *what: str) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def best(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Of rates the highest, of times the lowest."""
-    return {
-        name: (max if name.endswith("per_s") else min)(each[name] for each in rounds)
-        for name in rounds[0]
-    }
+def middle(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Of every figure the median."""
+    return {name: median(each[name] for each in rounds) for name in rounds[0]}
 
 
 def compared(
@@ -162,7 +163,7 @@ def compared(
     for _ in range(repeats):
         for name, tree in trees.items():
             rounds[name].append(measured(tree, directory, *what))
-    figures = {name: best(taken) for name, taken in rounds.items()}
+    figures = {name: middle(taken) for name, taken in rounds.items()}
     for name, each in figures.items():
         shown = ", ".join(f"{what} {value:,.1f}" for what, value in each.items())
         print(f"{' '.join(what):<20} {name:<7} {shown}", flush=True)
@@ -173,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--beside", type=Path, help="another source tree, measured in turns")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--alone", action="store_true", help="a file for each of many rows")
     parser.add_argument("--most", type=int, default=MANY[-1], help="the most rows of a store")
     parser.add_argument("--json", type=Path)

@@ -62,7 +62,7 @@ def test_a_listing_says_when_objects_were_last_used_and_is_no_use_of_them(valkey
 
 def test_a_put_to_a_server_that_hangs_ends_and_later_ones_work(tmp_path):
     with Valkey(tmp_path) as server:
-        client = RedisClient(server.url, "hangs", seconds=1.0)
+        client = RedisClient(server.url, "hangs", seconds=3.0)
         assert client.put([Blob("a", data(0, 100))]) == {}
         server.stop()
         try:

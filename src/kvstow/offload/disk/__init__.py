@@ -8,7 +8,10 @@ opening  layout and capacity of a directory, found or made
 inspect  look at a store, verify every row
 convert  rewrite a store for another layout
 
-A torn write is met in two places. A writer that is killed leaves a file that has no name in the
-tree yet, and `tree.Writers.sweep` removes it. Whatever else was torn, cut short, flipped, renamed
-or put there by others is found by `DiskTier.load`: header and checksum must match, or it is a miss.
+A torn write is met in two places:
+
+1. `tree.Writers.sweep`. A writer that is killed leaves a file that has no name in the tree yet; it
+   goes when the next process opens the store or needs room.
+2. `DiskTier.load`. Whatever else was torn, cut short, flipped, renamed or put there by others does
+   not match its header or its checksum: it is a miss, is counted, and its name goes.
 """
