@@ -312,7 +312,8 @@ class Transfers:
     # ── the end ───────────────────────────────────────────────────────────────────
 
     def are_at_rest(self) -> bool:
-        return not any(self._is_busy(node) for node in self.world.nodes.values())
+        has_dead_memory = any(memory.is_gone for memory in self.world.mapped)
+        return not has_dead_memory and not any(map(self._is_busy, self.world.nodes.values()))
 
     def _is_busy(self, node: Node) -> bool:
         server = node.agent.server

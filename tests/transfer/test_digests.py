@@ -126,16 +126,6 @@ def test_samples_of_heads_make_a_whole_on_any_ranks():
     assert [sum(column) for column in zip(*found[1:], strict=True)] == found[0]
 
 
-def test_samples_of_two_pulls_are_not_the_same():
-    layout = rows_of(40)
-    assert len({samples((layout,), 0, 64, "sample") for _ in range(50)}) > 10
-
-
-def test_samples_of_one_seed_are_the_same():
-    layout = rows_of(40)
-    assert len({samples_with((layout,), 0, 64, "sample", random=Random(7)) for _ in range(9)}) == 1
-
-
 def test_any_two_rows_that_were_exchanged_are_seen_in_a_sample():
     layout = rows_of(32)
     rng = np.random.default_rng(3)

@@ -15,9 +15,8 @@ from kvstow.plan.manifest import encode
 from kvstow.plan.pack import Alignment
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType
-from kvstow.transfer.digests import digests
 from kvstow.transfer.tickets.ticket import Ticket
-from kvstow.transfer.transport.local import Fabric, LocalTransport
+from kvstow.transfer.transport.local import Fabric
 from strategies import Kind, Served
 from transfer_node import Node, hybrid_layout, rows_for
 from transfer_process import Process, Remote, Zygote
@@ -195,39 +194,7 @@ def test_a_consumer_that_dies_costs_the_producer_its_lease_and_nothing_else(coup
     assert_works(producer, couple.start("consumer"))
 
 
-def test_a_restarted_consumer_is_served_like_a_new_one(couple):
-    assert_works(couple.producer, couple.consumer)
-    couple.consumer.process.kill()
-    assert_works(couple.producer, couple.start("consumer"))
-
-
 # ── cables ────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("direction", ["read", "write", "slots"])
-def test_a_cut_cable_is_a_timeout_and_heals(nodes, fabric, direction):
-    producer, consumer = nodes
-    assert_works(producer, consumer)
-    names = [node.agent.endpoint.transport.name for node in nodes]
-    ticket = producer.offer(SOURCE, TOKENS)
-    fabric.cut(*names)
-    number = consumer.begin_pull([ticket], TARGET, direction=direction, deadline=0.5)
-    assert_failed(consumer.end_pull(number), "timeout")
-    fabric.reconnect(*names)
-    assert consumer.wait_quiet(number, 15)
-    assert consumer.held() == 0
-    assert_works(producer, consumer, salt=3)
-
-
-@pytest.mark.parametrize("direction", ["read", "write", "slots"])
-def test_a_killed_engine_is_a_peer_error(nodes, fabric, direction):
-    producer, consumer = nodes
-    assert_works(producer, consumer)
-    ticket = producer.offer(SOURCE, TOKENS)
-    fabric.kill(producer.agent.endpoint.transport.name)
-    number = consumer.begin_pull([ticket], TARGET, direction=direction)
-    assert_failed(consumer.end_pull(number), "peer", "transport", "timeout")
-    assert consumer.wait_quiet(number, 15)
 
 
 # ── tickets ───────────────────────────────────────────────────────────────────────────
@@ -263,93 +230,7 @@ def test_a_ticket_out_of_range_is_refused_before_anything_is_read(nodes):
     assert consumer.check({}, 0, 0) == ""
 
 
-def test_a_ticket_is_good_for_as_many_readers_as_it_was_offered_for(nodes):
-    producer, consumer = nodes
-    producer.fill(SOURCE)
-    ticket = producer.offer(SOURCE, TOKENS, readers=2)
-    for _ in range(2):
-        assert "error" not in consumer.pull([ticket], TARGET)
-    assert_failed(consumer.pull([ticket], TARGET), "used")
-
-
-def test_a_ticket_of_another_layout_is_refused(nodes, fabric):
-    producer, consumer = nodes
-    other = Node(encode(hybrid_layout(num_slabs=20)), fabric, name="other", options=HURRY)
-    ticket = other.offer(SOURCE, TOKENS)
-    wrong = forged(ticket, address=producer.address, start=producer.agent.endpoint.transport.name)
-    assert_failed(consumer.pull([wrong], TARGET), "ticket")
-    other.close()
-
-
 # ── leases and fences ─────────────────────────────────────────────────────────────────
-
-
-def test_a_lease_that_ran_out_before_the_pull_is_an_error(nodes):
-    producer, consumer = nodes
-    ticket = producer.offer(SOURCE, TOKENS, lease_seconds=0.05)
-    wait_for(lambda: producer.held() == 0)
-    producer.reuse(SOURCE, salt=99)
-    assert_failed(consumer.pull([ticket], TARGET), "expired")
-
-
-@pytest.mark.parametrize("direction", ["read", "write", "slots"])
-def test_rows_reused_in_the_middle_of_a_pull_are_never_accepted(fabric, direction):
-    """The previous prompt's answer: what went wrong elsewhere."""
-    producer, consumer, tripped = None, None, []
-
-    def in_the_middle(copy: int) -> None:
-        if producer is not None and len(tripped) < 1 and copy == 1:
-            tripped.append(copy)
-            producer.reuse(SOURCE, salt=99)
-
-    manifest = encode(LAYOUT)
-    options = {**HURRY, "direction": direction}
-    nodes = [
-        Node(
-            manifest,
-            name=n,
-            options=options,
-            transport=LocalTransport(fabric, step_bytes=1, before_copy=in_the_middle),
-        )
-        for n in ("p", "c")
-    ]
-    nodes[0].fill(SOURCE)
-    ticket = nodes[0].offer(SOURCE, TOKENS)
-    producer, consumer = nodes
-    assert_failed(consumer.pull([ticket], TARGET, digest="off"), "fence")
-    assert tripped
-    producer = None
-    assert_works(nodes[0], consumer, salt=2)
-    for node in nodes:
-        node.close()
-
-
-def test_a_lease_that_runs_out_during_the_read_is_an_error(fabric):
-    manifest = encode(LAYOUT)
-    rare = {**HURRY, "heartbeat_seconds": 100.0}
-    producer, consumer = (Node(manifest, fabric, name=n, options=rare) for n in ("p", "c"))
-    assert_works(producer, consumer)
-    names = [node.agent.endpoint.transport.name for node in (producer, consumer)]
-    ticket = producer.offer(SOURCE, TOKENS, lease_seconds=0.3)
-    fabric.cut(*names)
-    number = consumer.begin_pull([ticket], TARGET, direction="read")
-    wait_for(lambda: producer.held() == 0)
-    producer.reuse(SOURCE, salt=99)
-    fabric.reconnect(*names)
-    assert_failed(consumer.end_pull(number), "expired", "fence")
-    for node in (producer, consumer):
-        node.close()
-
-
-def test_a_lease_that_runs_out_after_the_pull_changes_nothing(nodes):
-    producer, consumer = nodes
-    consumer.path(producer.address)
-    producer.fill(SOURCE)
-    ticket = producer.offer(SOURCE, TOKENS, readers=2, lease_seconds=1.0)
-    assert "error" not in consumer.pull([ticket], TARGET)
-    wait_for(lambda: producer.held() == 0)
-    producer.reuse(SOURCE, salt=99)
-    assert consumer.check(TARGET, 0, TOKENS) == ""
 
 
 def test_a_withdrawn_ticket_fails_its_reader_promptly(nodes, fabric):
@@ -375,29 +256,6 @@ def test_an_aborted_pull_releases_the_producer_promptly(nodes, fabric):
     wait_for(lambda: producer.held() == 0)
 
 
-def test_pulls_that_fail_or_succeed_leave_no_memory_for_counters_in_use(nodes, fabric):
-    producer, consumer = nodes
-    names = [node.agent.endpoint.transport.name for node in nodes]
-    for trouble in ("withdrawn", "aborted", "late", "none"):
-        assert_works(producer, consumer)
-        ticket = producer.offer(SOURCE, TOKENS)
-        fabric.cut(*names)
-        deadline = 0.5 if trouble == "late" else 60
-        number = consumer.begin_pull([ticket], TARGET, direction="read", deadline=deadline)
-        if trouble != "late":
-            wait_for(lambda: consumer.agent.endpoint.num_counters_in_use > 0)
-        if trouble == "withdrawn":
-            producer.withdraw(ticket)
-        elif trouble == "aborted":
-            consumer.abort(number)
-        elif trouble == "none":
-            fabric.reconnect(*names)
-        assert ("error" in consumer.end_pull(number)) == (trouble != "none")
-        fabric.reconnect(*names)
-        assert consumer.wait_quiet(number, 15)
-        wait_for(lambda: consumer.agent.endpoint.num_counters_in_use == 0)
-
-
 def test_a_dropped_ticket_releases_the_producer_promptly(nodes):
     producer, consumer = nodes
     ticket = producer.offer(SOURCE, TOKENS, lease_seconds=600)
@@ -417,45 +275,6 @@ def test_a_kept_ticket_outlives_its_lease_time(nodes):
     assert "error" not in consumer.pull([kept], TARGET)
 
 
-@pytest.mark.parametrize("spoilt", range(3))
-def test_bytes_that_change_under_a_lease_are_caught_by_the_digest(fabric, spoilt, monkeypatch):
-    """A broken owner raises no generation: the fence passes, and only the digest can tell."""
-    producer = Node(encode(LAYOUT), fabric, name="p", options=HURRY)
-    one = {str(spoilt): [rows[:1] for rows in SOURCE[str(spoilt)]]}
-    tripped: list[int] = []
-    offered: list[str] = []
-    counted = threading.Event()
-
-    def counting(*args):
-        values = digests(*args)
-        counted.set()
-        return values
-
-    monkeypatch.setattr("kvstow.transfer.serve.digests", counting)
-
-    def in_the_middle(copy: int) -> None:
-        if offered and not tripped:
-            assert counted.wait(10)
-            producer.fill(one, salt=99)
-            tripped.append(copy)
-
-    consumer = Node(
-        encode(LAYOUT),
-        name="c",
-        options=HURRY,
-        transport=LocalTransport(fabric, step_bytes=1, before_copy=in_the_middle),
-    )
-    producer.fill(SOURCE)
-    consumer.path(producer.address)
-    if spoilt == 1:  # make sure that a byte within the window's reach is spoilt
-        one["1"] = [rows[-1:] for rows in SOURCE["1"]]
-    offered.append(producer.offer(SOURCE, TOKENS))
-    assert_failed(consumer.pull(offered, TARGET, direction="read", digest="always"), "digest")
-    assert tripped
-    consumer.close()
-    producer.close()
-
-
 def test_a_digest_that_does_not_come_is_a_timeout(nodes):
     producer, consumer = nodes
     assert_works(producer, consumer)
@@ -469,54 +288,6 @@ def test_a_digest_that_does_not_come_is_a_timeout(nodes):
 
 
 # ── several sources ───────────────────────────────────────────────────────────────────
-
-
-def test_one_source_that_fails_fails_the_whole_while_the_others_come_to_rest(fabric):
-    kv = (("k", DType.BFLOAT16, 4), ("v", DType.BFLOAT16, 4))
-    kinds = (Kind(Full(), 4, kv),) * 2
-
-    def served(tp: int) -> Served:
-        return Served(
-            tp=tp, pp=1, states={Full(): 4}, order="BLHNC", pack="packed", alignment=Alignment()
-        )
-
-    sources = [
-        Node(encode(served(2).layout(kinds, rank, 0, 40)), fabric, name=f"p{rank}", options=HURRY)
-        for rank in range(2)
-    ]
-    layout = served(1).layout(kinds, 0, 0, 40)
-    consumer = Node(encode(layout), fabric, name="c", options=HURRY)
-    target = rows_for(layout, 40, 3)
-    listed = [rows_for(node.layout, 40, i) for i, node in enumerate(sources)]
-    for direction in ("read", "write"):
-        tickets = [n.offer(rows, 40) for n, rows in zip(sources, listed, strict=True)]
-        consumer.path(sources[0].address)
-        consumer.path(sources[1].address)
-        here = consumer.agent.endpoint.transport.name
-        there = [node.agent.endpoint.transport.name for node in sources]
-        for name in there:
-            fabric.cut(here, name)
-        number = consumer.begin_pull(tickets, target, direction=direction, deadline=20.0)
-        for mover in sources if direction == "write" else [consumer]:
-            wait_for(lambda mover=mover: mover.agent.endpoint.flights)
-        sources[1].withdraw(tickets[1])
-        result = consumer.end_pull(number)
-        assert result["kind"] == "expired", result
-        assert set(result["blocks"]) == {"full"}
-        if direction == "write":
-            assert not consumer.wait_quiet(number, 0.3)
-            assert consumer.held() > 0
-        for name in there:
-            fabric.reconnect(here, name)
-        assert consumer.wait_quiet(number, 15)
-        assert consumer.held() == 0
-    for node, rows in zip(sources, listed, strict=True):
-        node.fill(rows)
-    tickets = [n.offer(rows, 40) for n, rows in zip(sources, listed, strict=True)]
-    assert "error" not in consumer.pull(tickets, target)
-    assert consumer.check(target, 0, 40) == ""
-    for node in (*sources, consumer):
-        node.close()
 
 
 def test_a_missing_source_is_refused(nodes, fabric):

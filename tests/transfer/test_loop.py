@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 
 from kvstow.errors import TransferError
-from kvstow.plan.manifest import encode
 from kvstow.transfer.channel.messages import Begun, Stopped
 from kvstow.transfer.loop import IDLE, MAX_UNREAD, Loop, Mailbox, Task, together
-from kvstow.transfer.transport.local import Fabric
-from transfer_node import Node, hybrid_layout, rows_for
 
 
 class Silence:
@@ -77,13 +74,6 @@ def test_a_story_is_resumed_when_its_time_has_come_and_not_before(loop, clock):
     loop.step()
     assert (task.is_over, task.result) == (True, "end")
     assert loop.tasks == []
-
-
-def test_the_next_turn_may_wait_for_the_soonest_story(loop):
-    assert loop.step() == IDLE
-    loop.start("one", counting([], 0.5))
-    loop.start("other", counting([], 0.01))
-    assert loop.step() == 0.01
 
 
 def test_an_error_ends_its_own_story_and_no_other(loop, clock, caplog):
@@ -228,26 +218,6 @@ def test_a_closed_loop_takes_nothing(loop):
     with pytest.raises(TransferError, match="closed"):
         loop.submit(lambda: None)
     loop.wake()
-
-
-def test_two_agents_move_a_request_in_one_thread():
-    """No thread is started: every turn of either side is the caller's."""
-    layout, fabric = hybrid_layout(), Fabric()
-    source, target = (rows_for(layout, 18, seed) for seed in (1, 2))
-    producer = Node(encode(layout), fabric, name="p", is_started=False)
-    consumer = Node(encode(layout), fabric, name="c", is_started=False)
-    producer.fill(source)
-    number = consumer.begin_pull([producer.offer(source, 18)], target, digest="off")
-    transfer = consumer.transfers[number]
-    for _ in range(5000):
-        producer.agent.loop.step(0.001)
-        consumer.agent.loop.step(0.001)
-        if transfer.done:
-            break
-    assert transfer.wait(0).fence == "passed"
-    assert consumer.check(target, 0, 18) == ""
-    consumer.close()
-    producer.close()
 
 
 def test_a_story_that_is_interrupted_before_its_first_turn_still_cleans_up(loop):

@@ -157,16 +157,6 @@ def test_a_prefix_that_is_asked_for_is_pulled_byte_for_byte(pair: tuple[Engine, 
             assert consumer.row(g, ours[k]) == producer.row(g, theirs[k])
 
 
-def test_as_much_is_offered_as_both_prompts_share(pair: tuple[Engine, Engine]):
-    producer, consumer = pair
-    producer.holds(PROMPT)
-    tokens = PROMPT.tokens.copy()
-    tokens[21] += 1
-    ticket = asked(consumer, producer, keys_of(Prompt.of(tokens)))
-    assert ticket is not None
-    assert ticket.num_tokens == 20
-
-
 def test_what_is_not_lent_is_a_miss(pair: tuple[Engine, Engine]):
     producer, consumer = pair
     keys = keys_of(PROMPT)
@@ -379,27 +369,6 @@ def test_two_agents_that_ask_each_other_both_get_an_answer():
     with ThreadPoolExecutor(2) as threads:
         lives = [threads.submit(life, *names) for names in (("one", "two"), ("two", "one"))]
         assert [one.result() for one in lives] == [28, 28]
-
-
-def test_the_status_tells_what_may_be_asked_for(pair: tuple[Engine, Engine]):
-    from kvstow.transfer.channel.status import StatusClient
-
-    producer, consumer = pair
-    producer.holds(PROMPT)
-    asked(consumer, producer, keys_of(PROMPT))
-    client = StatusClient()
-    document = client.ask(producer.agent.address, seconds=20)
-    client.close()
-    assert document["lent_blocks"] == len(producer.agent.prefixes.source) > 7
-    assert document["answers"] == {"ticket": 1}
-
-
-def test_a_question_that_is_cancelled_harms_nobody(pair: tuple[Engine, Engine]):
-    producer, consumer = pair
-    producer.holds(PROMPT)
-    answer = consumer.agent.begin_ask(producer.agent.address, keys_of(PROMPT), step=4)
-    assert answer.cancel()
-    assert asked(consumer, producer, keys_of(PROMPT)) is not None
 
 
 def test_questions_under_way_end_when_the_agent_is_closed(pair: tuple[Engine, Engine]):

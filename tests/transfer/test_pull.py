@@ -1,19 +1,17 @@
 """Pulls between real processes over NIXL, and between threads over the local transport."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstow.errors import TransferError
 from kvstow.plan.group import grouped
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
 from kvstow.route.blocks import Blocks, Tokens
-from kvstow.transfer.pull import meet, written_rows
+from kvstow.transfer.pull import written_rows
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, attention, hybrid_layout, rows_for
 from waiting import wait_for
@@ -50,27 +48,6 @@ def test_a_pulled_request_is_byte_exact_in_every_group(pair, direction, digest):
     assert consumer.check(target, 0, TOKENS) == ""
 
 
-def test_blocks_are_given_back_on_both_sides_once_the_pull_is_over(pair):
-    producer, consumer = pair
-    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
-    number = consumer.begin_pull([producer.offer(source, TOKENS)], target)
-    consumer.end_pull(number)
-    assert consumer.wait_quiet(number, 5)
-    assert consumer.held() == 0
-    wait_for(lambda: producer.held() == 0)
-
-
-def test_a_prefix_that_the_consumer_has_is_not_moved_again(pair):
-    producer, consumer = pair
-    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
-    producer.fill(source)
-    whole = consumer.pull([producer.offer(source, TOKENS)], target)
-    consumer.wipe()
-    rest = consumer.pull([producer.offer(source, TOKENS)], target, start_token=12)
-    assert consumer.check(target, 12, TOKENS) == ""
-    assert 0 < rest["bytes"] < whole["bytes"]
-
-
 @pytest.mark.parametrize(
     ("here", "there", "descriptors"),
     [
@@ -90,24 +67,6 @@ def test_rows_that_are_neighbours_on_both_sides_are_one_descriptor(other, here, 
     assert stats["descriptors"] == descriptors
     assert stats["bytes"] == 4 * layout.row_bytes(0)
     assert consumer.check({"0": [here, index]}, 0, 16) == ""
-    consumer.close()
-    producer.close()
-
-
-@pytest.mark.parametrize("count", [3, 60])
-def test_few_blocks_of_a_large_pool_are_fenced(other, count):
-    layout = packed(grouped([attention("layers.0", Full())]), num_slabs=6000)
-    producer = other.node(encode(layout), f"producer-{count}")
-    consumer = Node(encode(layout))
-    source, target = (
-        [list(range(first, 6000, 97))[:count], list(range(count))] for first in (5, 9)
-    )
-    for salt in (1, 2):
-        producer.fill({"0": source}, salt)
-        stats = consumer.pull([producer.offer({"0": source}, 4 * count)], {"0": target})
-        assert stats["fence"] == "passed"
-        assert consumer.check({"0": target}, 0, 4 * count, salt) == ""
-    assert consumer.agent.endpoint.num_counters_in_use == 0
     consumer.close()
     producer.close()
 
@@ -175,78 +134,6 @@ def test_a_producer_counts_what_was_pulled_from_it(pair, direction):
     wait_for(lambda: producer.status()["guests"][0]["moved_bytes"])
     assert producer.metric("kvstow_transfer_served_bytes_total", direction=direction) == pulled
     assert producer.metric("kvstow_transfer_bytes_total", direction=direction) == 0
-
-
-def test_first_contact_measures_both_directions_and_can_be_told(pair):
-    producer, consumer = pair
-    path = consumer.path(producer.address)
-    assert path["read"] > 0
-    assert path["write"] > 0
-    assert path["direction"] == ("write" if path["write"] > 2 * path["read"] else "read")
-
-
-def test_a_producer_that_was_started_again_is_greeted_anew_and_its_old_tickets_have_expired():
-    manifest, fabric = encode(hybrid_layout()), Fabric()
-    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
-    consumer = Node(manifest, fabric, name="consumer")
-    producer = Node(manifest, fabric, name="producer")
-    try:
-        old = producer.offer(source, TOKENS)
-        assert consumer.pull([producer.offer(source, TOKENS)], target)["fence"] == "passed"
-        address = producer.address
-        producer.close()
-        producer = Node(manifest, fabric, name="producer", listen=address)
-        producer.fill(source)
-        new = producer.offer(source, TOKENS)
-        assert consumer.pull([new], target)["fence"] == "passed"
-        assert consumer.check(target, 0, TOKENS) == ""
-        refused = consumer.pull([old], target)
-        assert refused["kind"] == "expired"
-        assert "earlier start" in refused["error"]
-    finally:
-        consumer.close()
-        producer.close()
-
-
-class UnnoticedRestart:
-    """A peer that was started again, which nothing but a new ticket tells."""
-
-    name, fingerprint, state, ticket_key = "producer", "f", "ready", b""
-    card = SimpleNamespace(start=1)
-    was_asked = False
-
-    def met(self):
-        if self.state != "ready":
-            self.state, self.card = "ready", SimpleNamespace(start=2)
-        return
-        yield
-
-    def ping(self):
-        self.was_asked = True
-        yield 1.0
-
-
-@pytest.mark.parametrize("start", [2, 3], ids=["its ticket", "a ticket of a third start"])
-def test_a_peer_that_seems_ready_is_greeted_again_for_a_ticket_of_another_start(start):
-    peer = UnnoticedRestart()
-    source: Any = SimpleNamespace(
-        peer=peer,
-        ticket=SimpleNamespace(
-            start=start, fingerprint="f", blocks={}, is_signed_by=lambda key: True
-        ),
-        layout=hybrid_layout(),
-        fault=lambda what, kind: TransferError(what, kind=kind),
-    )
-    story = meet(source)
-    next(story)  # waits for a sign of life, or for the peer's loss
-    assert peer.was_asked
-    peer.state = "idle"
-    if start == 2:
-        assert list(story) == []
-    else:
-        with pytest.raises(TransferError, match="earlier start"):
-            next(story)
-    assert peer.card.start == 2
 
 
 def test_the_row_in_which_a_pull_begins_is_written_to():

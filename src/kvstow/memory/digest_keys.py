@@ -75,32 +75,44 @@ def cell_keys(
 ) -> CellKeys:
     """P over a layer's cells: of each field only the boxes that are claimed, of all only some of
     the model's heads, where those are given."""
-    if claimed is None:
-        return _cell_keys(spec.heads, spec.fields, None, heads)
-    boxes = tuple(tuple(claimed.get(field.name, ())) for field in spec.fields)
-    return _cell_keys(spec.heads, spec.fields, boxes, heads)
+    boxes = None
+    if claimed is not None:
+        boxes = tuple(tuple(claimed.get(field.name, ())) for field in spec.fields)
+    return _keys_of_heads(spec.heads, spec.fields, boxes, heads)
 
 
-@lru_cache(maxsize=256)
-def _cell_keys(
+@lru_cache(maxsize=4096)
+def _keys_of_heads(
     heads: Extent,
     fields: tuple[Field, ...],
     claimed: tuple[tuple[Box, ...], ...] | None,
     some: Interval | None,
 ) -> CellKeys:
+    """Some rows of the table of all heads: a sample is of another head each time."""
+    every = _cell_keys(heads, fields, claimed)
+    if some is None or not every.table.size:
+        return every
+    held = np.concatenate([np.arange(*piece) for piece in heads.pieces])
+    inside = (held >= some[0]) & (held < some[1])
+    first, end = int(inside.argmax()), len(held) - int(inside[::-1].argmax())
+    table = every.table[first:end] * inside[first:end, None]
+    return CellKeys(table if table.any() else table[:0], every.unit, first)
+
+
+@lru_cache(maxsize=256)
+def _cell_keys(
+    heads: Extent, fields: tuple[Field, ...], claimed: tuple[tuple[Box, ...], ...] | None
+) -> CellKeys:
     spec = LayerSpec(
         name="any", retention=Full(), block_tokens=1, states=1, heads=heads, fields=fields
     )
     held = _coordinates(heads.pieces)
-    inside = np.full(len(held), True) if some is None else (held >= some[0]) & (held < some[1])
-    first, end = (int(inside.argmax()), len(held) - int(inside[::-1].argmax()))
-    table = np.zeros((end - first, spec.cell_bytes), np.uint64)
+    table = np.zeros((len(held), spec.cell_bytes), np.uint64)
     for number, field in enumerate(fields):
-        keys = _field_keys(held[first:end], field, None if claimed is None else claimed[number])
+        keys = _field_keys(held, field, None if claimed is None else claimed[number])
         at = spec.field_offsets[field.name]
-        table[:, at : at + field.nbytes] = keys.reshape(end - first, field.nbytes)
-    table *= inside[first:end, None]
-    return _in_words(table if table.any() else table[:0], first)
+        table[:, at : at + field.nbytes] = keys.reshape(len(held), field.nbytes)
+    return _in_words(table if table.any() else table[:0])
 
 
 def _field_keys(heads: Ints, field: Field, claimed: tuple[Box, ...] | None) -> Words:
@@ -138,12 +150,12 @@ def _in_bytes(field: Field, interval: Interval) -> Interval:
     return interval[0] * bits // 8, interval[1] * bits // 8
 
 
-def _in_words(table: Words, first_head: int) -> CellKeys:
+def _in_words(table: Words) -> CellKeys:
     """Keys per word of four bytes where memory is cut like the model's words; else per byte."""
     heads, nbytes = table.shape
     if nbytes % WORD_BYTES == 0:
         fours = table.reshape(heads, nbytes // WORD_BYTES, WORD_BYTES)
         shifts = np.arange(WORD_BYTES, dtype=np.uint64) * np.uint64(8)
         if (fours == fours[..., :1] << shifts).all():
-            return CellKeys(np.ascontiguousarray(fours[..., 0]), WORD_BYTES, first_head)
-    return CellKeys(table, 1, first_head)
+            return CellKeys(np.ascontiguousarray(fours[..., 0]), WORD_BYTES, 0)
+    return CellKeys(table, 1, 0)

@@ -14,12 +14,12 @@ fence        the generations of a ticket's blocks, read after the last byte
 digests      which bytes are compared, and what they add up to
 metrics      what is counted
 options      times and sizes
+slots        many short pieces as few long ones
 tickets/     what a producer promises         peers/       agents that meet
-channel/     messages between agents          move/        bytes on their way
-transport/   engines that move bytes, and memory that is mapped
+channel/     messages between agents          transport/   engines, and memory that is mapped
 
-A ticket is checked when it is parsed (`Ticket.from_bytes`), by its consumer when agents have met
-(`pull.meet`), and by its producer when a reader comes (`Leases.open`).
+A ticket is checked when it is parsed (`Ticket.from_bytes`), by its consumer (`Agent.pull`: what it
+is of; `pull.meet`: whose it is), and by its producer when a reader comes (`Leases.open`).
 
 Late writes are contained where a post is quiet (`Flight.land`), where a slot is given back
 (`slots.when_quiet`), where a failed pull waits (`Quarantine.quiesced`), where a producer has

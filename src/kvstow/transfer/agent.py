@@ -333,18 +333,19 @@ class Agent:
         with ExitStack() as undo:
             self._owner.share(into)
             undo.callback(self._owner.release, into)
+            written = written_rows(self.endpoint.layout, into, Tokens(start_token, tokens))
             order = Order(
                 into=dict(into),
-                written=written_rows(self.endpoint.layout, into, Tokens(start_token, tokens)),
+                written=written,
+                written_ids={g: into[g].ids[those] for g, those in written.items()},
                 generations=self.endpoint.generations(into),
                 start_token=start_token,
                 num_tokens=tokens,
                 direction=direction or self.options.direction,
                 digest=digest or self.options.digest,
             )
-            self._owner.begin_writing(order.written_ids)
-            undo.callback(self._owner.end_writing, order.written_ids)
-            undo.callback(self._owner.trust, self._owner.distrust(order.written_ids))
+            known = self._owner.begin_writing(order.written_ids)
+            undo.callback(self._owner.end_writing, order.written_ids, known)
             transfer = Transfer(order, self.loop, self._owner, on_quiet)
             self.loop.submit(
                 lambda: self.pulls.begin(transfer, listed, seconds),

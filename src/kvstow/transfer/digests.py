@@ -5,7 +5,6 @@ over sources is the consumer's number, whatever tp, order or tokens per block ei
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from random import Random
 from typing import TYPE_CHECKING, get_args
 
@@ -46,17 +45,20 @@ def samples(
         return ()
     result: list[Sample] = []
     for rows in layouts[0].groups:
-        names = tuple(layer.name for layer in rows.group.layers)
-        heads, every, phase = None, 1, 0
-        if policy == "sample":
-            name = random.choice(names)
-            spec = layouts[0].layers[name][1]
-            head = random.choice([*chain(*(range(*piece) for piece in spec.heads.pieces))])
-            heads = head, head + 1
-            every = max(_states(layouts, name), ceil_div(LEAST_SHARE, len(names) * spec.heads.size))
-            low, high = counted_states(rows.group, spec, num_tokens, start_token)
-            names, phase = (name,), random.randrange(low, max(low + 1, high)) % every
-        result.append(Sample(names, heads, start_token, num_tokens, every, phase))
+        layers = rows.group.layers
+        if policy == "always":
+            names = tuple(layer.name for layer in layers)
+            result.append(Sample(names, None, start_token, num_tokens, 1, 0))
+            continue
+        spec = random.choice(layers)
+        head = random.choice([h for piece in spec.heads.pieces for h in range(*piece)])
+        every = max(
+            _states(layouts, spec.name), ceil_div(LEAST_SHARE, len(layers) * spec.heads.size)
+        )
+        low, high = counted_states(rows.group, spec, num_tokens, start_token)
+        phase = random.randrange(low, max(low + 1, high)) % every
+        heads = head, head + 1
+        result.append(Sample((spec.name,), heads, start_token, num_tokens, every, phase))
     return tuple(result)
 
 

@@ -1,8 +1,8 @@
 """The loop: routines that wait, driven in one thread, each in its own `try`.
 
 A routine is a generator. It yields how many seconds it can wait before it wants to look again;
-a message for it, an interrupt or the end of another routine resumes it earlier. What goes wrong
-in a routine ends that routine and no other.
+a message for it, an interrupt or `wake` resumes it earlier. What goes wrong in a routine ends that
+routine and no other.
 
     task = loop.start("pull", pull(...))
     loop.step(0.02)     one turn, in the caller's thread
@@ -171,9 +171,9 @@ class Mailbox:
         kept.append(message)
         self._wake()
 
-    def has(self, *kinds: type) -> bool:
-        """Whether a message of one of these kinds is there."""
-        return any(self._messages.get(kind) for kind in kinds)
+    def has(self, kind: type) -> bool:
+        """Whether a message of this kind is there."""
+        return bool(self._messages.get(kind))
 
     def first(self, kind: type[M]) -> M:
         """The oldest message of a kind, which stays; one must be there."""
@@ -271,7 +271,7 @@ class Loop:
 
     def wake(self) -> None:
         """Resume every routine, if the loop still runs."""
-        self.try_submit(lambda: None)
+        self.try_submit(self.wake_all)
 
     def _check_process(self) -> None:
         """TransferError in a process that was forked: it has no thread that would do anything."""
@@ -324,10 +324,8 @@ class Loop:
         return min(max(soonest - now, 0.0), IDLE)
 
     def _ended(self, over: Task[Any]) -> None:
-        """A task has ended: somebody may have waited for it."""
         self.tasks.remove(over)
         self._guarded(over.on_end, over.name)
-        self.wake_all()
 
     def wake_all(self) -> None:
         """Resume every routine: something has happened that some of them may wait for."""
@@ -337,7 +335,6 @@ class Loop:
     def _run_commands(self) -> None:
         while self._commands:
             self._guarded(partial(_run, *self._commands.popleft()), "a command")
-            self.wake_all()
 
     def _guarded(self, call: Callable[[], None], what: str) -> None:
         """What goes wrong here concerns one message or command, and nobody else."""

@@ -1,6 +1,6 @@
 """Times and sizes of an agent, all in one place."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf
 from typing import Literal, get_args
 
@@ -21,15 +21,6 @@ DigestPolicy = Literal["always", "sample", "off"]
 
 SILENT_BEATS = 30
 """An agent that was silent for so many heartbeats is given up, or forgotten."""
-
-SECONDS = (
-    "lease_seconds",
-    "transfer_seconds",
-    "contact_seconds",
-    "heartbeat_seconds",
-    "drain_seconds",
-    "quarantine_seconds",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +50,7 @@ class Options:
     digest: DigestPolicy = "sample"
 
     def __post_init__(self) -> None:
-        for name in SECONDS:
+        for name in (each.name for each in fields(self) if each.name.endswith("_seconds")):
             seconds = getattr(self, name)
             if isinstance(seconds, str) or not 0 < seconds < inf:
                 raise SpecError(f"{name} is {seconds!r}, not a number of seconds above 0")

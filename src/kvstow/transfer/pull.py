@@ -54,6 +54,7 @@ class Order:
 
     into: Mapping[int, Blocks]
     written: Mapping[int, Bools]
+    written_ids: Mapping[int, Ints]
     generations: Mapping[int, Ints]
     start_token: int
     num_tokens: int
@@ -63,12 +64,7 @@ class Order:
     @property
     def num_rows(self) -> int:
         """How many rows are written to."""
-        return sum(int(written.sum()) for written in self.written.values())
-
-    @property
-    def written_ids(self) -> dict[int, Ints]:
-        """By group, the rows that are written to."""
-        return {g: blocks.ids[self.written[g]] for g, blocks in self.into.items()}
+        return sum(map(len, self.written_ids.values()))
 
     def copies(self, source: Source) -> Copies:
         """Which bytes of a source go where, as offsets in the two arenas."""

@@ -204,25 +204,25 @@ class Pulls:
     def _count(self, transfer: Transfer, sources: Sequence[Source], outcome: str) -> None:
         endpoint, metrics = self._endpoint, self._endpoint.metrics
         seconds = endpoint.clock() - transfer.started
-        endpoint.count(metrics.transfers, outcome)
+        nbytes = descriptors = 0
         for source in sources:
+            nbytes, descriptors = nbytes + source.nbytes, descriptors + source.descriptors
             endpoint.count(metrics.bytes, source.direction, source.nbytes)
             endpoint.count(metrics.descriptors, source.direction, source.descriptors)
             source.peer.moved_bytes += source.nbytes
             source.peer.moved_seconds += seconds
+        endpoint.count(metrics.transfers, outcome)
         if outcome == "accepted":
             metrics.seconds.observe(seconds)
-        endpoint.note(
-            "transfer",
-            {
-                "outcome": outcome,
-                "seconds": seconds,
-                "sources": len(sources),
-                "peers": ", ".join(source.peer.name for source in sources),
-                "bytes": sum(source.nbytes for source in sources),
-                "descriptors": sum(source.descriptors for source in sources),
-            },
-        )
+        facts = {
+            "outcome": outcome,
+            "seconds": seconds,
+            "sources": len(sources),
+            "peers": ", ".join([source.peer.name for source in sources]),
+            "bytes": nbytes,
+            "descriptors": descriptors,
+        }
+        endpoint.note("transfer", facts)
 
     # ── in the owner's thread ─────────────────────────────────────────────────────
 

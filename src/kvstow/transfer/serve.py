@@ -95,10 +95,11 @@ def serve(server: "Server", serving: Serving) -> Routine[None]:
     accepted = False
     try:
         yield from together(*work)
-        server.loop.expect_work()  # the consumer reads its fence now
-        while not serving.mailbox.has(End):
-            yield server.loop.pace
-        end = serving.mailbox.take(End)
+        if not begin.is_mapped:
+            server.loop.expect_work()  # the consumer reads its fence now
+            while not serving.mailbox.has(End):
+                yield server.loop.pace
+        end = yield from serving.mailbox.wait(End)
         accepted = end.outcome == "accepted"
         if accepted:
             serving.count_served(end.nbytes)

@@ -11,16 +11,13 @@ consumer's rows.
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstow.errors import CopyError, TransferError
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import CopyHandle, copy
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import separate
@@ -29,9 +26,10 @@ from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.plan.view import Ints
 from kvstow.route.copies import Copies, cut
 from kvstow.transfer.channel.messages import Fetched, Staged, Written
-from kvstow.transfer.loop import NOW_AND_THEN, SOON, Routine, together
+from kvstow.transfer.loop import NOW_AND_THEN, Routine, together
 from kvstow.transfer.peers.flight import Flight, move_copies
 from kvstow.transfer.transport.base import Kinds
+from kvstow.transfer.transport.mapped import copied
 
 if TYPE_CHECKING:
     from kvstow.transfer.peers.endpoint import Endpoint
@@ -109,22 +107,6 @@ def _flat(nbytes: int) -> Layout:
         fields=(Field("bytes", DType.UINT8, (Extent.whole("content", nbytes // 2),)),),
     )
     return separate(grouped([page]), num_slabs=2)
-
-
-def copied(source: Arena, destination: Arena, copies: Copies) -> Routine[None]:
-    """Copy inside this machine; TransferError if that fails. Leaves nothing under way."""
-    running: CopyHandle | None = None
-    try:
-        running = copy(source, destination, copies)
-        while not running.poll():
-            yield SOON
-        running = None
-    except CopyError as error:
-        raise TransferError(f"slots: {error}", kind="transport") from error
-    finally:
-        if running is not None:
-            with suppress(CopyError):
-                running.wait()
 
 
 # ── the producer ──────────────────────────────────────────────────────────────────────

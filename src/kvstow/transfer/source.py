@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from kvstow.errors import FaultKind, RouteError, TransferError
 from kvstow.plan.layout import Layout
@@ -34,19 +34,10 @@ from kvstow.transfer.peers.outgoing import Outgoing
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.mapped import MappedPeer
 
+if TYPE_CHECKING:
+    from kvstow.transfer.pulls import Transfer
+
 MOST_PLANS = 64
-
-
-class Puller(Protocol):
-    """The pull that a source is one of."""
-
-    def interrupt(self, error: TransferError) -> None:
-        """End the pull with an error."""
-        ...
-
-    def wake(self) -> None:
-        """Something has come."""
-        ...
 
 
 class Source:
@@ -57,7 +48,9 @@ class Source:
     while we copy out of it and compare.
     """
 
-    def __init__(self, endpoint: Endpoint, peer: Outgoing, ticket: Ticket, pull: Puller) -> None:
+    def __init__(
+        self, endpoint: Endpoint, peer: Outgoing, ticket: Ticket, pull: "Transfer"
+    ) -> None:
         self.id = endpoint.random.getrandbits(63)
         self.peer = peer
         self.ticket = ticket
@@ -164,7 +157,7 @@ class Source:
     @property
     def writer_is_quiet(self) -> bool:
         """Whether the producer writes nothing, or has said that it writes no more."""
-        return self.direction != "write" or self.mailbox.has(Written, Stopped, Refused)
+        return self.direction != "write" or any(map(self.mailbox.has, (Written, Stopped, Refused)))
 
     def hear(self, message: AnyMessage) -> None:
         """Take in what the producer says about this transfer. Where its memory is mapped, that is

@@ -61,19 +61,6 @@ def test_a_garbage_body_is_refused(body):
     assert decode_message(encode_message(message)) == message
 
 
-@given(st.data())
-def test_a_cut_frame_is_refused(data):
-    whole = encode_message(MESSAGE)
-    with pytest.raises(Unreadable):
-        decode_message(whole[: data.draw(st.integers(0, len(whole) - 1))])
-
-
-def test_a_longer_frame_is_refused():
-    with pytest.raises(Unreadable) as caught:
-        decode_message(encode_message(MESSAGE) + b"\0")
-    assert caught.value.reason == "body"
-
-
 def test_another_version_is_refused_with_both_numbers():
     data = bytearray(encode_message(MESSAGE))
     data[4:6] = struct.pack(">H", 77)

@@ -40,17 +40,6 @@ def test_a_lease_runs_out_when_its_time_is_over_and_not_before():
     assert caught.value.kind == "expired"
 
 
-def test_one_renewed_lease_does_not_hide_others_that_have_run_out():
-    leases = Leases()
-    made(leases, 1)
-    others = [made(leases, id, now=0.001 * id) for id in range(2, 40)]
-    for now in range(1, 11):
-        leases.renew(1, now=now)
-    assert expired(leases, 10.1) == set(range(2, 40))
-    assert all(ended == ["expired"] for ended in others)
-    assert 1 in leases
-
-
 def test_the_last_reader_that_accepts_ends_the_lease():
     leases = Leases()
     ended = made(leases, 1, readers=2)
@@ -86,15 +75,6 @@ def test_more_readers_than_were_promised_are_refused():
     assert caught.value.kind == "used"
 
 
-def test_a_reader_that_failed_may_come_again():
-    leases = Leases()
-    ended = made(leases, 1)
-    for _ in range(3):
-        leases.open(1, TICKET, "a", now=0)
-        leases.shut(1, "a", accepted=False)
-    assert ended == []
-
-
 def test_another_reader_may_come_where_one_has_failed_and_one_may_ask_twice():
     leases = Leases()
     made(leases, 1)
@@ -102,17 +82,6 @@ def test_another_reader_may_come_where_one_has_failed_and_one_may_ask_twice():
     leases.open(1, TICKET, "a", now=0)
     leases.shut(1, "a", accepted=False)
     assert leases.open(1, TICKET, "b", now=0).reading == {"b"}
-
-
-def test_a_renewed_lease_runs_out_when_its_new_time_is_over():
-    leases = Leases()
-    ended = made(leases, 1)
-    leases.renew(1, now=5)
-    assert expired(leases, 10) == set()
-    assert expired(leases, 14.9) == set()
-    assert ended == []
-    assert expired(leases, 15) == {1}
-    assert ended == ["expired"]
 
 
 def test_what_has_ended_is_remembered_the_last_of_it(monkeypatch):

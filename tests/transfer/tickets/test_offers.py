@@ -197,22 +197,6 @@ def failed_pull(agent: Agent, reader: Agent, offered, into, start_token: int = 0
     assert pull.wait_quiet(20)
 
 
-def test_blocks_that_a_pull_has_failed_to_fill_are_not_offered(agent, pool, fabric):
-    """Bytes of nobody were taken for the request's: fence and digest agreed."""
-    offered = {g: Blocks.first(pool.hold(g, 2)) for g in range(len(LAYOUT.groups))}
-    rows = Pool(LAYOUT)
-    with through_an_engine(fabric, rows) as relay:
-        into = {g: Blocks.first(rows.hold(g, 2)) for g in offered}
-        failed_pull(agent, relay, offered, into, start_token=4)
-        with pytest.raises(TransferError, match="or has failed"):
-            relay.offer_blocks(into, TOKENS)
-        before = {0: Blocks.first(into[0].ids[:1])}
-        assert relay.offer_blocks(before, 4).num_blocks == 1  # the pull did not write to it
-        for g, listed in into.items():
-            rows.trust(g, listed.ids)  # filled by their owner
-        assert relay.offer_blocks(into, TOKENS).num_blocks == 2 * len(into)
-
-
 def test_an_engine_knows_itself_what_its_blocks_hold_once_a_pull_is_over(agent, pool, fabric):
     """It may have computed them by then; while the pull is not quiet it cannot have."""
     offered = {g: Blocks.first(pool.hold(g, 1)) for g in range(len(LAYOUT.groups))}

@@ -90,18 +90,6 @@ def test_memory_that_was_not_registered_is_refused(sides):
     assert (here.memory == 0).all()
 
 
-def test_a_short_region_does_not_hide_a_longer_one_at_the_same_address():
-    fabric = Fabric()
-    here, there = (Side(LocalTransport(fabric)) for _ in range(2))
-    memory = np.arange(64, dtype=np.uint8)
-    for nbytes in (8, 64):
-        there.transport.register(Region(memory.ctypes.data, nbytes))
-    here.transport.connect(there.transport.name, there.transport.metadata())
-    whole = copies(memory.ctypes.data + np.zeros(1, np.int64), here.at(0), 64)
-    finished(here.transport.prepare("read", there.transport.name, KINDS, whole), there)
-    assert (here.memory[:64] == memory).all()
-
-
 def test_an_unknown_peer_is_refused(sides):
     here, there = sides
     with pytest.raises(TransferError):
@@ -152,10 +140,6 @@ def test_without_nixl_the_hint_is_what_is_known_to_install_it(monkeypatch):
     assert all(f"\n{package};" in pinned for package in packages)
 
 
-def test_disconnecting_a_stranger_is_no_error(sides):
-    sides[0].transport.disconnect("nobody")
-
-
 @pytest.mark.parametrize("spoil", ["cut", "flip", "garbage", "empty"])
 def test_metadata_that_are_not_whole_never_reach_the_engine(spoil):
     whole = framed(b"metadata of an engine" * 9)
@@ -171,11 +155,6 @@ def test_metadata_that_are_not_whole_never_reach_the_engine(spoil):
     assert unframed(whole) == b"metadata of an engine" * 9
 
 
-def test_names_are_fresh_at_every_start():
-    fabric = Fabric()
-    assert len({LocalTransport(fabric).name for _ in range(50)}) == 50
-
-
 # ── faults of the local one ───────────────────────────────────────────────────────────
 
 
@@ -185,36 +164,6 @@ def pair() -> tuple[Fabric, Side, Side]:
     here, there = (Side(LocalTransport(fabric, step_bytes=1)) for _ in range(2))
     here.transport.connect(there.transport.name, there.transport.metadata())
     return fabric, here, there
-
-
-def test_nothing_moves_over_a_cut_cable_until_it_is_healed(pair):
-    fabric, here, there = pair
-    there.memory[:] = 9
-    names = here.transport.name, there.transport.name
-    post = here.transport.prepare(
-        "read", names[1], KINDS, copies(there.at(0, 16), here.at(0, 16), 8, 8)
-    )
-    post.start()
-    assert not post.poll()
-    fabric.cut(*names)
-    assert not any(post.poll() for _ in range(5))
-    assert (here.memory[16:] == 0).all()
-    fabric.reconnect(*names)
-    assert post.poll()
-    assert (here.memory[16:24] == 9).all()
-
-
-def test_a_killed_peer_fails_what_is_under_way(pair):
-    fabric, here, there = pair
-    post = here.transport.prepare(
-        "read", there.transport.name, KINDS, copies(there.at(0, 16), here.at(0, 16), 8, 8)
-    )
-    post.start()
-    post.poll()
-    fabric.kill(there.transport.name)
-    with pytest.raises(TransferError) as caught:
-        post.poll()
-    assert caught.value.kind == "peer"
 
 
 def begun(here: Side, there: Side) -> Any:
@@ -268,25 +217,6 @@ def test_a_fabric_decides_when_late_bytes_land():
     lands = True
     here.transport.progress()
     assert here.memory[16] == 9
-
-
-def test_a_copy_that_fails_leaves_its_siblings_under_way():
-    fabric = Fabric()
-
-    def fails(index: int) -> None:
-        if index == 0:
-            raise TransferError("that one failed", kind="transport")
-
-    here = Side(LocalTransport(fabric, step_bytes=1, before_copy=fails))
-    there = Side(LocalTransport(fabric))
-    here.transport.connect(there.transport.name, there.transport.metadata())
-    post = begun(here, there)
-    with pytest.raises(TransferError, match="that one failed"):
-        post.poll()
-    assert not post.ended
-    here.transport.progress()
-    assert here.memory[[0, 16]].tolist() == [0, 9]
-    assert not post.ended, "an error may be that of one copy among many"
 
 
 def test_a_fresh_engine_has_another_name_and_nothing_registered(sides):

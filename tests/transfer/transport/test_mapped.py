@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstow.errors import TransferError
 from kvstow.memory import share
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
@@ -155,34 +154,6 @@ def test_an_altered_ticket_is_refused_by_the_consumer_itself(pair):
     assert "error" not in consumer.pull([str(ticket)], TARGET)
 
 
-def test_every_block_reused_before_the_end_is_noticed(pair):
-    producer, consumer = pair
-    for g, (ids, index) in SOURCE.items():
-        for i in range(len(ids)):
-            ticket = producer.offer(SOURCE, TOKENS)
-            producer.reuse({g: [ids[i : i + 1], index[i : i + 1]]}, 9)
-            result = consumer.pull([ticket], TARGET, digest="off")
-            assert result["kind"] == "fence", result
-            producer.fill(SOURCE)
-
-
-def test_rows_reused_in_the_middle_of_a_copy_are_never_accepted(pair, monkeypatch):
-    producer, consumer = pair
-    monkeypatch.setattr(mapped, "STEP_BYTES", 64)
-    steps, copied = [], mapped.copied
-
-    def counted(*args: Any) -> Any:
-        steps.append(1)
-        if len(steps) == 3:
-            producer.reuse(SOURCE, 99)
-        return copied(*args)
-
-    monkeypatch.setattr(mapped, "copied", counted)
-    result = consumer.pull([producer.offer(SOURCE, TOKENS)], TARGET, digest="off")
-    assert result["kind"] == "fence"
-    assert len(steps) > 5
-
-
 def test_bytes_that_change_under_a_lease_are_caught_by_the_digest(pair, monkeypatch):
     producer, consumer = pair
     copied = mapped.copied
@@ -251,30 +222,6 @@ def test_agents_over_one_owner_share_its_counters():
     assert first.numbers.sum() == 1
     assert Options().mapped
     del fabric
-
-
-def test_memory_is_unmapped_when_its_last_reader_lets_go():
-    class Memory:
-        arena: Any = None
-        tables = np.zeros(sum(LAYOUT.num_blocks(g) for g in range(len(LAYOUT.groups))), np.int64)
-        alive = np.ones(1, np.int64)
-        is_gone = False
-        closed = 0
-
-        def close(self) -> None:
-            self.closed += 1
-
-    memory = Memory()
-    peer = mapped.MappedPeer(memory, LAYOUT)
-    peer.hold()
-    peer.release()
-    assert memory.closed == 0
-    peer.hold()
-    peer.release()
-    peer.release()
-    assert memory.closed == 1
-    with pytest.raises(TransferError, match="not mapped any more"):
-        peer.hold()
 
 
 # ── processes that die, stall, come back ──────────────────────────────────────────────

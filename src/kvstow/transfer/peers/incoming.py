@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvstow.plan.layout import Layout
 from kvstow.route.route import Claims, Route, plan_route
@@ -37,25 +38,19 @@ class Incoming:
     write_rate: float = 0.0
     moved_bytes: int = 0
     stopped: set[int] = field(default_factory=set[int])
-    _shares: dict[tuple[Claim, ...] | None, Share] = field(
-        default_factory=dict[tuple[Claim, ...] | None, Share]
-    )
+    share: Callable[[tuple[Claim, ...] | None], Share] = field(init=False)
+    """What we bring, computed once for each set of claims. Raises RouteError."""
 
-    def share(self, claims: tuple[Claim, ...] | None) -> Share:
-        """What we bring, computed once for each set of claims. Raises RouteError."""
-        if claims not in self._shares:
-            mine = self.endpoint.layout
-            if claims is None:
-                alone = sources([mine], self.layout)[0]
-                made = Share(alone.route, alone.claims)
-            else:
-                wanted = unpacked_claims(claims)
-                made = Share(plan_route(mine, self.layout, claims=wanted), wanted)
-            self._shares[claims] = made
-            if len(self._shares) > MOST_SHARES:
-                del self._shares[next(iter(self._shares))]
-            return made
-        return self._shares[claims]
+    def __post_init__(self) -> None:
+        self.share = lru_cache(MOST_SHARES)(self._share)
+
+    def _share(self, claims: tuple[Claim, ...] | None) -> Share:
+        mine = self.endpoint.layout
+        if claims is None:
+            alone = sources([mine], self.layout)[0]
+            return Share(alone.route, alone.claims)
+        wanted = unpacked_claims(claims)
+        return Share(plan_route(mine, self.layout, claims=wanted), wanted)
 
     def attach(self) -> None:
         """Make sure that our engine can reach it. Raises TransferError."""

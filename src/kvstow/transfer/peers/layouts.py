@@ -1,6 +1,6 @@
 """Layouts of peers: decoded and compared once for each manifest, however often it is sent."""
 
-from hashlib import blake2b
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvstow.errors import ManifestError, RouteError
@@ -19,36 +19,31 @@ class PeerLayout(NamedTuple):
 
 
 class PeerLayouts:
-    """What is known of manifests, by their hash: a hello costs a decoding only if it is the first
-    with its manifest."""
+    """What is known of manifests: a hello costs a decoding only if it is the first with its one."""
 
     def __init__(self, mine: Layout) -> None:
         self._mine = mine
-        self._known: dict[tuple[bytes, bool], PeerLayout | tuple[str, ...]] = {}
+        self._compared = lru_cache(MOST_REMEMBERED)(self._compare)
 
     def source(self, manifest: bytes) -> PeerLayout:
         """The layout of an agent that we read from. RouteError where it is none or does not fit."""
-        return self._checked(manifest, is_source=True)
+        return _fitting(self._compared(manifest, True))
 
     def target(self, manifest: bytes) -> PeerLayout:
         """The layout of an agent that reads from us. RouteError as for a source."""
-        return self._checked(manifest, is_source=False)
+        return _fitting(self._compared(manifest, False))
 
-    def _checked(self, manifest: bytes, *, is_source: bool) -> PeerLayout:
-        key = blake2b(manifest, digest_size=32).digest(), is_source
-        if key not in self._known:
-            if len(self._known) >= MOST_REMEMBERED:
-                self._known.clear()
-            self._known[key] = self._compared(manifest, is_source=is_source)
-        known = self._known[key]
-        if not isinstance(known, PeerLayout):
-            raise RouteError(known)
-        return known
-
-    def _compared(self, manifest: bytes, *, is_source: bool) -> PeerLayout | tuple[str, ...]:
+    def _compare(self, manifest: bytes, is_source: bool) -> PeerLayout | tuple[str, ...]:
         try:
             layout = decode(manifest)
         except ManifestError as error:
             return tuple(str(error).splitlines())
         pair = (layout, self._mine) if is_source else (self._mine, layout)
         return differences(*pair) or PeerLayout(layout, fingerprint(layout))
+
+
+def _fitting(known: PeerLayout | tuple[str, ...]) -> PeerLayout:
+    """The layout, or the reasons why there is none as an error."""
+    if not isinstance(known, PeerLayout):
+        raise RouteError(known)
+    return known

@@ -266,6 +266,7 @@ class Outgoing:
         )
         for reader in tuple(self.readers.values()):
             reader.lose(error)
+        self._loop.wake_all()
 
     # ── messages ──────────────────────────────────────────────────────────────────
 

@@ -20,6 +20,8 @@ from kvstow.route.blocks import Blocks
 
 log = logging.getLogger(__name__)
 
+NOTHING: Mapping[int, Ints] = {}
+
 
 class Owner(Protocol):
     """Whoever hands out block ids: `kvstow.blocks.Pool`, or `Generations` for an engine.
@@ -129,9 +131,10 @@ class OwnerQueue:
         for g, listed in blocks.items():
             self._owner.release(g, listed.ids)
 
-    def begin_writing(self, ids: Mapping[int, Ints]) -> None:
-        """A pull writes to these blocks until `end_writing`. TransferError where one does already,
-        or has failed and is not quiet."""
+    def begin_writing(self, ids: Mapping[int, Ints]) -> dict[int, Ints]:
+        """A pull writes to these blocks until `end_writing`: what they hold is unknown. Those that
+        held something known. TransferError where one is written to already, or a pull into it has
+        failed and is not quiet."""
         for g, each in ids.items():
             busy = each[self._writing[g][each]]
             if len(busy):
@@ -141,24 +144,19 @@ class OwnerQueue:
                     "hint: pull into other blocks, or after transfer.wait_quiet()",
                     kind="refused",
                 )
-        for g, each in ids.items():
-            self._writing[g][each] = True
-
-    def end_writing(self, ids: Mapping[int, Ints]) -> None:
-        """Nothing writes to these blocks any more."""
-        for g, each in ids.items():
-            self._writing[g][each] = False
-
-    def distrust(self, ids: Mapping[int, Ints]) -> dict[int, Ints]:
-        """Somebody writes to these blocks; those that held something known."""
         known = {g: each[~self._owner.unknown(g, each)] for g, each in ids.items()}
         for g, each in ids.items():
             self._owner.distrust(g, each)
+        for g, each in ids.items():
+            self._writing[g][each] = True
         return known
 
-    def trust(self, ids: Mapping[int, Ints]) -> None:
-        """Nobody has written to these blocks; whether they lacked something is not known."""
+    def end_writing(self, ids: Mapping[int, Ints], known: Mapping[int, Ints] = NOTHING) -> None:
+        """Nothing writes to these blocks any more. Nobody has where some are `known`: they hold
+        what they did, but whether they lacked something is not."""
         for g, each in ids.items():
+            self._writing[g][each] = False
+        for g, each in known.items():
             self._owner.trust(g, each, np.zeros(len(each), np.bool_))
 
 
@@ -219,8 +217,3 @@ class Generations:
 
     def unquarantine(self, group: int, ids: Ints) -> None:
         self.release(group, ids)
-
-
-def ids_of(blocks: Mapping[int, Blocks]) -> dict[int, Ints]:
-    """Just the ids, per group."""
-    return {group: listed.ids for group, listed in blocks.items()}

@@ -16,6 +16,7 @@ closed as soon as no copy of ours runs.
 import threading
 from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,8 +24,9 @@ import msgspec
 import numpy as np
 import torch
 
-from kvstow.errors import NotShared, TransferError
+from kvstow.errors import CopyError, NotShared, TransferError
 from kvstow.memory.arena import Arena
+from kvstow.memory.copy import CopyHandle, copy
 from kvstow.memory.share import (
     Mapping,
     SharedArena,
@@ -37,8 +39,7 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies, chunks
-from kvstow.transfer.loop import AT_ONCE, Routine
-from kvstow.transfer.slots import copied
+from kvstow.transfer.loop import AT_ONCE, SOON, Routine
 from kvstow.transfer.tickets.owner import Owner
 
 if TYPE_CHECKING:
@@ -209,3 +210,19 @@ def copy_mapped(endpoint: "Endpoint", peer: MappedPeer, copies: Copies) -> Routi
     for part in parts:
         yield AT_ONCE
         yield from copied(peer.arena, endpoint.arena, part)
+
+
+def copied(source: Arena, destination: Arena, copies: Copies) -> Routine[None]:
+    """Copy inside this machine; TransferError if that fails. Leaves nothing under way."""
+    running: CopyHandle | None = None
+    try:
+        running = copy(source, destination, copies)
+        while not running.poll():
+            yield SOON
+        running = None
+    except CopyError as error:
+        raise TransferError(f"copy: {error}", kind="transport") from error
+    finally:
+        if running is not None:
+            with suppress(CopyError):
+                running.wait()
