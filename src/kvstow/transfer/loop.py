@@ -258,7 +258,7 @@ class Loop:
             task = self.start(name, routine)
             task.deadline, task.late = self.clock() + seconds, late
             task.on_end = lambda: _tell(answer, task)
-            error = TransferError(f"{name}: nobody waits for it any more", kind="aborted")
+            error = TransferError(f"{name}: no longer needed", kind="aborted")
             answer.add_done_callback(lambda _: self.try_submit(lambda: task.interrupt(error)))
 
         self.submit(begin, answer.set_exception)

@@ -134,7 +134,7 @@ class Quarantine:
                 liveness_read = self._loop.start("liveness read", self._looked(source))
             yield NOW_AND_THEN
         if liveness_read is not None:
-            liveness_read.interrupt(lost(source.peer.name, "nobody waits for it any more"))
+            liveness_read.interrupt(lost(source.peer.name, "its rows are no longer needed"))
 
     def _is_dead(self, source: Source) -> bool:
         """Whether the process that wrote is gone: another answers at its address, or its

@@ -339,7 +339,7 @@ class Peers:
                 idle = [key for key, peer in self.all.items() if peer.is_idle]
                 forgotten = [self.all.pop(key) for key in idle[: max(0, excess)]]
             for peer in forgotten:
-                peer.lose(lost(peer.name, "nobody needs it any more"))
+                peer.lose(lost(peer.name, "it is no longer needed"))
             yield WATCH_SECONDS
 
     def hear(self, line: Session, message: AnyMessage) -> None:
