@@ -16,7 +16,7 @@ import numpy as np
 from kvstow.adapters.vllm.protocol import HintedRows, StepOrders, StepResults
 from kvstow.adapters.vllm.worker.part import RankPart
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.tier import Tier, chosen, held_by_any
+from kvstow.offload.tier import Tier, held_by_any, select
 
 LOOK_SECONDS = 0.5
 """How often rows that are on their way are looked for."""
@@ -91,6 +91,6 @@ class RowHints(RankPart):
             for g, group in enumerate(self._groups):
                 if left[g]:
                     is_below = held_by_any(self._lower, group, left[g])
-                    self._host.evict(group, chosen(left[g], is_below))
-                    left[g] = chosen(left[g], ~is_below)
+                    self._host.evict(group, select(left[g], is_below))
+                    left[g] = select(left[g], ~is_below)
             yield
