@@ -156,12 +156,7 @@ def _replay(
 
     def watch(done: int, total: int) -> None:
         say(done, total)
-        history.see(
-            replay.ledger.pool,
-            replay.seconds,
-            prompt_tokens=replay.record.prompt_tokens,
-            hit_tokens=replay.record.hit_tokens,
-        )
+        history.see(replay)
 
     record = replay.run(max_seconds=seconds or float("inf"), progress=watch)
     return ReplayReport.of(record), history

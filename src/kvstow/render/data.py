@@ -30,9 +30,8 @@ from kvstow.render.page import page
 from kvstow.route.route import GroupPair, Route
 
 if TYPE_CHECKING:
-    from kvstow.blocks.pool import Pool
     from kvstow.blocks.slabs import SlabMap
-    from kvstow.simulate.replay import ReplaySample
+    from kvstow.simulate.replay import Replay, ReplaySample
     from kvstow.simulate.report import SimulationReport
 
 RESOLUTION = 2000
@@ -292,11 +291,12 @@ class SlabHistory:
         self._every = 1
         self._seen = 0
 
-    def see(self, pool: "Pool", seconds: float, *, prompt_tokens: int, hit_tokens: int) -> None:
+    def see(self, replay: "Replay") -> None:
         """Remember the moment, if it is time for one."""
         if self._seen % self._every == 0:
-            hit_rate = hit_tokens / prompt_tokens if prompt_tokens else 0.0
-            self.moments.append(SlabMoment(seconds, pool.slab_map(), hit_rate))
+            hit_rate = replay.record.hit_tokens / max(1, replay.record.prompt_tokens)
+            slabs = replay.ledger.pool.slab_map()
+            self.moments.append(SlabMoment(replay.seconds, slabs, hit_rate))
         self._seen += 1
         if len(self.moments) > MAX_MOMENTS:
             self.moments = self.moments[::2]
