@@ -103,7 +103,7 @@ class RouterMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"kvstow_router_{name}", text, labels, registry=registry)
 
-        outcomes = "Requests by what became of them: tickets, plain (decode computed all), failed"
+        outcomes = "Requests by outcome: tickets, plain (decode computed all), failed"
         answers = "Requests that an instance has answered, by kind of instance and URL"
         left_out = "Instances that failed and get no requests"
         self.requests = counter("requests", outcomes, "outcome")

@@ -50,11 +50,14 @@ class Count(StrEnum):
     NOT_OFFERED_REQUESTS = "not_offered_requests", "Requests that got no ticket"
     REFUSED_REQUESTS = "refused_requests", "Requests whose tickets were refused"
     LEASE_ENDS = "lease_ends", "Leases that ended, by reason", "reason"
-    PEER_QUESTIONS = "peer_questions", "Requests whose prefix peers were asked for"
+    PEER_QUESTIONS = "peer_questions", "Requests whose prefix was requested from peers"
     PEER_TICKETS = "peer_tickets", "Requests whose prefix a peer had"
     STORED_ROWS = "stored_rows", "Rows stored in host memory"
     NOT_STORED_ROWS = "not_stored_rows", "Rows not stored for lack of time or room"
-    DROPPED_ROWS = "dropped_rows", "Rows kept in host memory only, the queue to the next tier full"
+    DROPPED_ROWS = (
+        "dropped_rows",
+        "Rows kept in host memory only, because the queue to the next tier was full",
+    )
     STORE_FAILURES = "store_failures", "Failed attempts to store rows"
     RESTORED_TOKENS = "restored_tokens", "Tokens loaded from tiers"
     RESTORE_FAILURES = "restore_failures", "Failed loads; their tokens were computed"
@@ -64,17 +67,17 @@ class Count(StrEnum):
     REMOTE_STORED_ROWS = "remote_stored_rows", "Rows written to a remote store"
     REMOTE_MISSED_ROWS = (
         "remote_missed_rows",
-        "Rows that a remote store did not give, by reason",
+        "Rows not read from a remote store, by reason",
         "reason",
     )
     REMOTE_DROPPED_ROWS = (
         "remote_dropped_rows",
-        "Rows that a remote store did not take, by reason",
+        "Rows not written to a remote store, by reason",
         "reason",
     )
     PULL_SECONDS = "pull_seconds", "Seconds from pull to acceptance"
-    LOAD_SECONDS = "load_seconds", "Seconds from order to end of loads from tiers"
-    CONFIG_INFO = "config_info", "What the connector was started with", "option"
+    LOAD_SECONDS = "load_seconds", "Seconds that loads from tiers took"
+    CONFIG_INFO = "config_info", "Options that the connector was started with", "option"
 
 
 VLLM_INFO = Count.CONFIG_INFO
