@@ -1,8 +1,8 @@
 """Models whose caches are not plain, served by vLLM: handed over, and brought back from tiers.
 
 Tiny configurations with weights drawn from one seed (`plugins/tiny_weights.py`), so large that a
-wrong cache changes the text. DeepSeek-V4 needs more than vLLM's CPU build has
-(`plugins/v4_metadata.py`, `plugins/v4_kernels.py`). `KVSTOW_VLLM_TABLE` names a file for what was
+wrong cache changes the text. DeepSeek-V4 needs a CPU with bfloat16 instructions, and more than
+vLLM's CPU build has (`plugins/v4_metadata.py`). `KVSTOW_VLLM_TABLE` names a file for what was
 found, which `scripts/vllm_models.py` writes into the guide.
 """
 
@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ class Tiny:
     what: str
     lengths: tuple[int, ...] = (5, BLOCK, BLOCK + 1, 255, 256, 300, 383, 506, 512)
     dtype: str = "float32"
-    v4_kernels: str | None = None
 
 
 WHOLE_BLOCKS_AND_ONE = (BLOCK + 1, 2 * BLOCK + 1, 3 * BLOCK + 1)
@@ -63,18 +62,15 @@ MODELS = {
     ),
 }
 
-V4 = Tiny(
-    "v4",
-    "DeepSeek-V4",
-    "latents, 4 or 128 tokens in one, and an index of them",
-    (130, 200, 257, 300, 385, 506),
-    "bfloat16",
-)
-V4_NAMES = ["DeepSeek-V4 (Torch stand-ins for the kernels)"]
-MODELS[V4_NAMES[0]] = replace(V4, v4_kernels="torch")
-if torch.cpu._is_avx512_bf16_supported():
-    V4_NAMES.append("DeepSeek-V4 (vLLM's kernels)")
-    MODELS[V4_NAMES[1]] = replace(V4, v4_kernels="own")
+V4 = "DeepSeek-V4"
+if torch.cpu._is_avx512_bf16_supported():  # vLLM has kernels for no other CPUs
+    MODELS[V4] = Tiny(
+        "v4",
+        "DeepSeek-V4",
+        "latents, 4 or 128 tokens in one, and an index of them",
+        (130, 200, 257, 300, 385, 506),
+        "bfloat16",
+    )
 V4_GROUPS = ("window128.0", "window128.1", "full.2", "window8.3", "window128.4")
 
 
@@ -115,8 +111,8 @@ def pair(
     config = (HERE / "tiny_models" / f"{tiny.file}.json").read_text()
     (model / "config.json").write_text(config)
     environment = {"PYTHONPATH": PATH, LOST: str(logs / "lost")}
-    if tiny.v4_kernels:
-        environment["KVSTOW_V4_KERNELS"] = tiny.v4_kernels
+    if tiny.file == "v4":
+        environment["KVSTOW_V4"] = "1"
     launches = [
         Launch(
             model=model,
@@ -179,7 +175,7 @@ def told_by_one_engine(
     In V4's kernels numbers depend on how many tokens are computed at once. Decode computes the
     prompt's last token alone: compared with an engine that has made that token itself.
     """
-    if pair.tiny.v4_kernels:
+    if pair.tiny.file == "v4":
         tokens = prompt(seed, length - 1)
         first, *rest = answer(pair.prefill, tokens, max_tokens + 1)
         return [*tokens, first], rest
@@ -237,7 +233,7 @@ def most_rows(group: Group, num_tokens: int) -> int:
             return whole
 
 
-@pytest.mark.parametrize("pair", V4_NAMES, indirect=True)
+@pytest.mark.parametrize("pair", [V4] if V4 in MODELS else [], indirect=True)
 @pytest.mark.parametrize("name", V4_GROUPS)
 def test_rows_of_one_group_that_are_lost_after_a_handover_change_the_text(
     pair: Pair, name: str

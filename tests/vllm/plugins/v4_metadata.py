@@ -1,8 +1,7 @@
 """A plugin for vLLM: what its CPU build lacks to prepare a step of DeepSeek-V4.
 
 vLLM 0.32 expects Triton for CPUs, which no package registry has, and asks its CPU builder for two
-more plans than it makes. `KVSTOW_V4_KERNELS` chooses the kernels of the step itself: `own` leaves
-vLLM's, `torch` puts `v4_kernels` in their place.
+more plans than it makes. The kernels of the step itself are vLLM's.
 """
 
 import os
@@ -14,10 +13,8 @@ from torch import Tensor
 
 def prepare_v4() -> None:
     """Fill the gaps, if the environment asks for it. vLLM calls this at its start."""
-    wanted = os.environ.get("KVSTOW_V4_KERNELS")
-    if wanted is None:
+    if "KVSTOW_V4" not in os.environ:
         return
-    import v4_kernels
     from vllm.triton_utils.dispatcher import register_kernels
 
     mla = "vllm.v1.attention.backends.mla"
@@ -31,7 +28,6 @@ def prepare_v4() -> None:
         }
     )
     name_all_layer_types()
-    v4_kernels.register(replace=wanted == "torch")
 
 
 def name_all_layer_types() -> None:
