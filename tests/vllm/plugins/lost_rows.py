@@ -16,16 +16,16 @@ def lose_rows() -> None:
         return
     from kvstow.adapters.vllm.worker.pulls import RankPulls
 
-    over = RankPulls._over
+    accept = RankPulls._accept
 
-    def losing(self: Any, opened: Any, error: Any) -> None:
+    def losing(self: Any, pull: Any, transfer: Any) -> None:
         file = Path(name)
-        if error is None and file.exists():
+        if file.exists():
             group = int(file.read_text())
             layout = self.arena.layout
-            for block in opened.pull.ids[group]:
+            for block in pull.ids[group]:
                 for run in layout.runs(group, block) if block > 0 else ():
                     self.arena.bytes[run.offset : run.offset + run.nbytes] = 0
-        over(self, opened, error)
+        accept(self, pull, transfer)
 
-    RankPulls._over = losing
+    RankPulls._accept = losing

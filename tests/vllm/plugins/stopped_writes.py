@@ -18,17 +18,17 @@ def stop_writes() -> None:
         return
     from kvstow.transfer import serve
 
-    moved = serve.moved
+    move_copies = serve.move_copies
 
     def stopping(*args: Any, **options: Any) -> Any:
         *before, copies = args
         half = len(copies) // 2
         if half:
-            yield from moved(*before, copies.part(0, half), **options)
+            yield from move_copies(*before, copies.part(0, half), **options)
         if Path(name).exists():
             os.kill(os.getpid(), signal.SIGSTOP)
         while Path(name).exists():  # the signal alone lets this thread go on for a while
             time.sleep(0.01)
-        yield from moved(*before, copies.part(half, len(copies)), **options)
+        yield from move_copies(*before, copies.part(half, len(copies)), **options)
 
-    serve.moved = stopping
+    serve.move_copies = stopping

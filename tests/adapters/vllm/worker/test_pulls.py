@@ -3,9 +3,11 @@
 The producer's agent is stopped for real, in the middle of a write: between two copies of it.
 """
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -15,6 +17,7 @@ from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import StepResults
 from kvstow.adapters.vllm.worker import pulls
 from kvstow.errors import TransferError
+from kvstow.transfer import serve
 from kvstow.transfer.pulls import Transfer
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from pretended_engine import NUM_BLOCKS, PROMPT, Engine
@@ -176,3 +179,21 @@ def test_nothing_is_tried_again_while_somebody_may_write():
         found = told(decode)
         assert found.held
         assert found.counts == {"pulls ticket": 1}
+
+
+def test_what_tests_with_servers_break_is_still_where_they_break_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Plugins of tests/vllm replace parts of a pull: such tests need vLLM, and are seldom run."""
+    folder = Path(__file__).parents[3] / "vllm" / "plugins"
+    monkeypatch.syspath_prepend(folder)
+    for name, variable, owner, part in (
+        ("lost_rows.lose_rows", "KVSTOW_LOST_GROUP", pulls.RankPulls, "_accept"),
+        ("stopped_writes.stop_writes", "KVSTOW_STOPPED_WRITES", serve, "move_copies"),
+    ):
+        before = getattr(owner, part)
+        monkeypatch.setattr(owner, part, before)  # put back at the end
+        monkeypatch.setenv(variable, str(tmp_path / "file"))
+        module, _, function = name.partition(".")
+        getattr(importlib.import_module(module), function)()
+        assert getattr(owner, part) is not before
