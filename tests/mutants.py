@@ -105,7 +105,6 @@ TARGETS = {
         "blocks/prefix",
         (
             "blocks/test_prefix",
-            "blocks/test_events",
             "blocks/test_ledger",
             "laws/test_blocks_prefix",
         ),

@@ -1,7 +1,5 @@
 """Copies inside one machine: byte-exact, nothing else touched, refused before anything copies."""
 
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,6 @@ from hypothesis import strategies as st
 from kvstow.errors import BlockError, CopyError, SpecError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import _copy_on_host, block_copies, choose_method, copy
-from kvstow.memory.cuda import GROWTH, OPENING, compile_copies, gather, rounds, word_bytes
-from kvstow.memory.kernels import copy as kernels
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Alignment, Site, packed
@@ -262,82 +258,3 @@ def test_short_copies_inside_host_memory_are_exact_at_every_length(unit, longest
     order = rng.permutation(count)
     _copy_on_host(copies.take(order).moved(*(each.ctypes.data for each in memory)))
     assert (memory[1] == expected).all()
-
-
-# ── the gather kernel, in Triton's interpreter where there is no device ───────────────
-
-
-@pytest.mark.parametrize("step", [1, 2, 4, 8, 16])
-def test_the_gather_kernel_copies_the_same_bytes_at_every_word_length(step):
-    rng = np.random.default_rng(step)
-    source, destination = (
-        torch.zeros(4096 + 64, dtype=torch.uint8),
-        torch.zeros(4160, dtype=torch.uint8),
-    )
-    source = source[-source.data_ptr() % 64 :][:4096]
-    destination = destination[-destination.data_ptr() % 64 :][:4096]
-    source.copy_(torch.from_numpy(pattern(4096, 1)))
-    destination.copy_(torch.from_numpy(pattern(4096, 2)))
-    expected = destination.clone()
-    places = np.sort(rng.permutation(4096 // step)[:8]) * step
-    sizes = np.minimum(np.diff(np.append(places, 4096)), 40 * step)
-    copies = Copies(rng.integers(0, (4096 - sizes.max()) // step, 8) * step, places, sizes)
-    assert word_bytes(source.data_ptr(), copies.source, places, sizes) >= step
-    for start, place, size in triples(copies):
-        expected[place : place + size] = source[start : start + size]
-    gather(source, destination, copies)
-    assert torch.equal(destination, expected)
-
-
-def test_the_gather_kernel_shares_long_copies_and_cuts_uneven_ones():
-    source, destination = torch.zeros(1 << 19, dtype=torch.uint8), torch.zeros(1 << 19).byte()
-    source.copy_(torch.from_numpy(pattern(1 << 19, 1)))
-    lengths = [300_000, 64, 64, 64, 64, 70_000]
-    copies = copies_of(
-        *(
-            (100_000 - 64 * i, 1024 + sum(lengths[:i]) + 64 * i, length)
-            for i, length in enumerate(lengths)
-        )
-    )
-    expected = destination.clone()
-    for start, place, size in triples(copies):
-        expected[place : place + size] = source[start : start + size]
-    gather(source, destination, copies)
-    assert torch.equal(destination, expected)
-
-
-def test_the_gather_kernel_is_compiled_for_words_and_for_no_number_of_copies():
-    kernel = kernels._copy_runs
-    asked = getattr(kernel, "kwargs", None) or vars(
-        kernel
-    )  # as the interpreter, or a device has it
-    assert set(asked["do_not_specialize"]) == {"num_runs", "num_units", "tiles"}
-    arena = Arena(flat())
-    with mock.patch.object(kernels, "copy_runs") as run:
-        compile_copies(arena.bytes, arena.layout)
-    assert {call.args[3] for call in run.call_args_list} == {16}
-    assert {call.kwargs["width"] for call in run.call_args_list} == set(kernels.WIDTHS)
-    compile_copies(arena.bytes, arena.layout)  # and really
-
-
-@given(st.integers(0, 5000))
-def test_batches_are_all_of_the_copies_in_order_and_the_first_is_small(count):
-    parts = list(rounds(count))
-    assert [i for low, high in parts for i in range(low, high)] == list(range(count))
-    assert all(low < high for low, high in parts)
-    assert all(high - low <= OPENING * GROWTH**i for i, (low, high) in enumerate(parts))
-
-
-@pytest.mark.parametrize(
-    ("numbers", "word"),
-    [
-        ((0, 0, 64), 16),
-        ((16, 32, 48), 16),
-        ((8, 0, 16), 8),
-        ((4, 0, 16), 4),
-        ((0, 0, 6), 2),
-        ((0, 3, 16), 1),
-    ],
-)
-def test_a_word_divides_every_start_and_every_length(numbers, word):
-    assert word_bytes(0, 4096, *map(np.array, numbers)) == word

@@ -10,12 +10,10 @@ from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import Layout, PlacedGroup, Placement
 from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Chunk, Full, State, Window
-from kvstow.plan.sizing.plan import Deployment, plan_model
-from kvstow.plan.spec import DType, Extent, Field
+from kvstow.plan.sizing.plan import plan_model
 from kvstow.route.blocks import Blocks
 from kvstow.route.price import price
 from kvstow.route.route import plan_route
-from kvstow.route.sources import sources
 from planning import attention, recurrent
 
 TIGHT = Alignment(page=1, row=1, base=64)
@@ -183,62 +181,6 @@ class TestRetentions:
 
 
 class TestRefusals:
-    def differences(self, here, there) -> tuple[str, ...]:
-        with pytest.raises(RouteError) as caught:
-            plan_route(here, there)
-        return caught.value.differences
-
-    def test_every_difference_is_listed_with_both_values(self):
-        here = laid_out(attention("layers.0"), attention("layers.1"))
-        there = laid_out(
-            attention("layers.0", dtype=DType.FLOAT8_E4M3),
-            attention("layers.1", heads=4, dim=6, retention=Window(2)),
-        )
-        found = "\n".join(self.differences(here, there))
-        for text in (
-            "'k': dtype is bfloat16 in the source, float8_e4m3fn in the destination",
-            "'v': dtype is bfloat16",
-            "heads: size is 2 in the source, 4 in the destination",
-            "axis 'content': size is 2 in the source, 6 in the destination",
-            "retention is Full() in the source, Window(tokens=2)",
-        ):
-            assert text in found
-
-    def test_fields_that_only_one_side_has_are_refused(self):
-        spec = attention("layers.0")
-        scale = Field("k_scale", DType.FLOAT32, (Extent.whole("content", 1),))
-        scaled = replace(spec, fields=(*spec.fields, scale))
-        assert self.differences(laid_out(spec), laid_out(scaled)) == (
-            "layer 'layers.0': field 'k_scale' is none in the source, float32 [1] in the "
-            "destination",
-        )
-        assert "none in the destination" in self.differences(laid_out(scaled), laid_out(spec))[0]
-
-    def test_another_model_is_refused(self):
-        layout = laid_out(*TWO)
-        found = self.differences(layout, replace(layout, model="n"))
-        assert found == ("model is 'm' in the source, 'n' in the destination",)
-
-    def test_layers_that_are_missing_without_a_pipeline_are_refused(self):
-        found = self.differences(laid_out(TWO[0]), laid_out(TWO[1]))
-        assert found == (
-            "layer 'layers.1': missing in the source, held by the destination",
-            "layer 'layers.0': held by the source, missing in the destination",
-        )
-
-    def test_different_tokens_per_state_are_refused(self):
-        spec = attention("layers.0", tokens=4)
-        found = self.differences(laid_out(spec), laid_out(replace(spec, states=2)))
-        assert "tokens per state is 1 in the source, 2 in the destination" in found[0]
-
-    def test_four_bit_elements_split_inside_a_byte_are_refused(self):
-        def part(*pieces):
-            field = Field("k", DType.INT4, (Extent("content", 8, pieces),))
-            return replace(attention("layers.0"), fields=(field,))
-
-        found = self.differences(laid_out(part((0, 4))), laid_out(part((1, 5))))
-        assert "split inside a byte" in found[0]
-
     def test_ids_outside_the_group_null_rows_and_ids_named_twice_are_refused(self):
         layout = laid_out(*TWO)
         way = plan_route(layout, layout)
@@ -263,59 +205,6 @@ class TestRefusals:
         layout = laid_out(*TWO)
         with pytest.raises(RouteError, match=r"tokens \[5, 4\)"):
             plan_route(layout, layout).copies(first(2), first(3), 4, start_token=5)
-
-
-class TestSources:
-    def ranks(self, model, tp, **how):
-        return Deployment(model=model, tp=tp, num_slabs=16, **how).on_rank(0).layouts
-
-    def test_replicas_are_shared_out_evenly_among_destination_ranks(self):
-        peers = self.ranks("deepseek-v2-lite", 4)
-        chosen = [sources(peers, rank)[0].index for rank in self.ranks("deepseek-v2-lite", 8)]
-        assert sorted(chosen) == [0, 0, 1, 1, 2, 2, 3, 3]
-
-    def test_replicas_take_turns_with_requests(self):
-        peers = self.ranks("deepseek-v2-lite", 4)
-        (alone,) = self.ranks("deepseek-v2-lite", 1)
-        chosen = [sources(peers, alone, turn=turn)[0].index for turn in range(4)]
-        assert sorted(chosen) == [0, 1, 2, 3]
-
-    def test_heads_on_more_ranks_than_there_are_heads_come_from_one_rank_each(self):
-        peers = self.ranks("llama-3.2-1b", 16)
-        for rank in self.ranks("llama-3.2-1b", 4):
-            found = sources(peers, rank)
-            assert len(found) == 2
-            assert len({source.index // 2 for source in found}) == 2
-
-    def test_a_rank_with_equal_peers_reads_from_its_counterpart_alone(self):
-        peers = self.ranks("bamba-9b", 2)
-        for i, rank in enumerate(peers):
-            assert [source.index for source in sources(peers, rank)] == [i]
-
-    def test_what_no_source_holds_is_refused_by_name(self):
-        peers = self.ranks("llama-3.2-1b", 4)
-        (alone,) = self.ranks("llama-3.2-1b", 1)
-        with pytest.raises(RouteError, match=r"no source holds heads \[6, 8\)"):
-            sources(peers[:3], alone)
-
-    def test_differences_name_the_source(self):
-        here = self.ranks("llama-3.2-1b", 2, kv_dtype="fp8")
-        (alone,) = self.ranks("llama-3.2-1b", 1)
-        with pytest.raises(RouteError) as caught:
-            sources(here, alone)
-        assert {text.split(":")[0] for text in caught.value.differences} == {"source 0, 1"}
-
-    def test_degrees_that_do_not_divide_each_other_are_joined(self):
-        """12 heads on 6 and on 4 ranks: thirds of pairs."""
-
-        def rank(r, tp):
-            heads = Extent("head", 12, ((r * 12 // tp, (r + 1) * 12 // tp),))
-            return laid_out(replace(attention("layers.0"), heads=heads), tp=(r, tp))
-
-        found = [
-            [s.index for s in sources([rank(r, 6) for r in range(6)], rank(q, 4))] for q in range(4)
-        ]
-        assert found == [[0, 1], [1, 2], [3, 4], [4, 5]]
 
 
 class TestPrice:
