@@ -241,3 +241,19 @@ def test_a_narrower_cache_that_the_checkpoint_names_is_in_the_answer(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "(kv_cache_quant_algo): --kv-dtype fp8" in size(str(tmp_path), "--gpu", "l4")["answer"]
     assert "fp8 halves" not in size(str(tmp_path), "--gpu", "l4", "--kv-dtype", "fp8")["answer"]
+
+
+def test_what_the_weights_are_counted_without_is_in_the_answer(tmp_path):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "torch_dtype": "bfloat16",
+        "num_nextn_predict_layers": 1,
+        "quantization_config": {"quant_method": "quark"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    answer = size(str(tmp_path), "--gpu", "l4")["answer"]
+    assert answer.endswith("counted without quantisation 'quark' and draft layers.")

@@ -248,6 +248,7 @@ class SizeReport:
                 "bytes": question.weights.nbytes,
                 "loaded_bytes": question.loaded_bytes,
                 "how": question.weights.how,
+                "left_out": list(question.weights.left_out),
             },
             "notes": list(self.notes),
         }
@@ -288,7 +289,7 @@ def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
     return SizeReport(
         question=question,
         kind="fit",
-        answer=_fitting(question, low, high) + _narrower_cache(question),
+        answer=_fitting(question, low, high) + _reservations(question),
         fits=low.max_requests > 0,
         figures={
             **_split(low),
@@ -357,7 +358,7 @@ def _memory(question: SizeQuestion) -> SizeReport:
     return SizeReport(
         question=question,
         kind="memory",
-        answer=answer + _narrower_cache(question),
+        answer=answer + _reservations(question),
         figures={
             "requests": requests,
             "tp": split.tp,
@@ -408,7 +409,7 @@ def _cluster(question: SizeQuestion) -> SizeReport:
     return SizeReport(
         question=question,
         kind="cluster",
-        answer=answer + _narrower_cache(question),
+        answer=answer + _reservations(question),
         figures={
             **figures,
             **_split(best),
@@ -469,12 +470,15 @@ def _gpus(question: SizeQuestion, sizing: Sizing) -> str:
     return f"{sizing.num_gpus:,} × {gpu} ({', '.join((*parts, f'{sizing.kv_dtype} cache'))})"
 
 
-def _narrower_cache(question: SizeQuestion) -> str:
-    """What to say where the checkpoint has a narrower cache than the one that is planned."""
+def _reservations(question: SizeQuestion) -> str:
+    """What the answer leaves out, and that the checkpoint has a narrower cache than is planned."""
+    text = ""
+    if question.weights.left_out:
+        text = f" The weights are counted without {' and '.join(question.weights.left_out)}."
     named = quantised_cache(question.config) if question.deployment.kv_dtype is None else ""
-    if not named:
-        return ""
-    return f" The checkpoint names a quantised cache ({named}): --kv-dtype fp8 halves it."
+    if named:
+        text += f" The checkpoint names a quantised cache ({named}): --kv-dtype fp8 halves it."
+    return text
 
 
 def _weights(question: SizeQuestion) -> str:

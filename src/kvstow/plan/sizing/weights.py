@@ -72,12 +72,14 @@ _SCALES = Fraction(1, 32)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """Bytes of all weights, in a few words where the number is from, which part of them is
-    routed experts, and the dtype of the layers, where it is not the checkpoint's."""
+    routed experts, the dtype of the layers, where it is not the checkpoint's, and what of the
+    checkpoint the number leaves out."""
 
     nbytes: int
     how: str
     expert_part: Fraction = Fraction(0)
     dtype: str | None = None
+    left_out: tuple[str, ...] = ()
 
 
 class Parameters(NamedTuple):
@@ -104,23 +106,22 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
     except ModelError as error:
         why = str(error).partition("\n")[0].removeprefix(f"{config.name}: ")
 
-    def weights(nbytes: int, how: str) -> Weights:
-        return Weights(nbytes=nbytes, how=how, expert_part=part, dtype=dtype)
+    def weights(nbytes: int, how: str, *left_out: str) -> Weights:
+        return Weights(nbytes=nbytes, how=how, expert_part=part, dtype=dtype, left_out=left_out)
 
     if nbytes is not None:
         return weights(nbytes, "as given")
     if not dtype and (nbytes := _file_bytes(model)):
         return weights(nbytes, "the size of the weight files")
     own = Fraction(own_dtype(config).bits, 8)
-    each, how = (
-        (weight_bytes(dtype), f", layers in {dtype}") if dtype else _layer_bytes(config, own)
-    )
+    how = f", layers in {dtype}" if dtype else ""
+    each, left_out = (weight_bytes(dtype), ()) if dtype else _layer_bytes(config, own)
     if count is not None:
         how += f", {_spoken(count.vision)} of them in its vision tower" if count.vision else ""
-        how += ", draft layers left out" if any(config.facts.get(key) for key in _DRAFT) else ""
+        left_out += ("draft layers",) if any(config.facts.get(key) for key in _DRAFT) else ()
         layers = (count.layers + count.experts) * each
         nbytes = round(layers + (count.embeddings + count.vision) * own)
-        return weights(nbytes, f"{_spoken(sum(count))} counted from config{how}")
+        return weights(nbytes, f"{_spoken(sum(count))} counted from config{how}", *left_out)
     if "parameters" not in known:
         raise config.error(
             f"the size of the weights is not known: no weight files, and {why}",
@@ -128,7 +129,7 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
         )
     nbytes = 0 if dtype else known.get("weights_bytes", 0)
     nbytes = nbytes or round(known["parameters"] * each)
-    return weights(nbytes, f"{_spoken(known['parameters'])} as published{how}")
+    return weights(nbytes, f"{_spoken(known['parameters'])} as published{how}", *left_out)
 
 
 def weight_bytes(dtype: str) -> Fraction:
@@ -270,12 +271,14 @@ def _has_experts(config: Config, layer: int) -> bool:
     ) == 0
 
 
-def _layer_bytes(config: Config, own: Fraction) -> tuple[Fraction, str]:
-    """Bytes per parameter of the layers, and what is to be said about them."""
+def _layer_bytes(config: Config, own: Fraction) -> tuple[Fraction, tuple[str, ...]]:
+    """Bytes per parameter of the layers, and what is left out for want of knowing it."""
     if "quantization_config" not in config:
-        return own, ""
+        return own, ()
     quantised = config.inner("quantization_config")
     method = quantised.text("quant_method", "")
+    if method == "modelopt":
+        method = quantised.text("quant_algo", "").lower()
     match method:
         case "awq" | "gptq":
             bits = quantised.count("bits", default=4)
@@ -283,16 +286,10 @@ def _layer_bytes(config: Config, own: Fraction) -> tuple[Fraction, str]:
             bits = 4 if quantised.flag("load_in_4bit", default=False) else 8
         case "compressed-tensors":
             bits = _widest(quantised.inner("config_groups"))
-        case "modelopt":
-            method = quantised.text("quant_algo", "").lower()
-            if method not in _QUANTISED:
-                return own, f", quantisation {method!r} left out"
-            return _QUANTISED[method], ""
-        case _ if method in _QUANTISED:
-            return _QUANTISED[method], ""
         case _:
-            return own, f", quantisation {method!r} left out"
-    return Fraction(bits, 8) + _SCALES, ""
+            unknown = () if method in _QUANTISED else (f"quantisation {method!r}",)
+            return _QUANTISED.get(method, own), unknown
+    return Fraction(bits, 8) + _SCALES, ()
 
 
 def _vision(config: Config) -> int:
