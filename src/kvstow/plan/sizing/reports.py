@@ -292,14 +292,12 @@ def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
         answer=_fitting(question, low, high) + _reservations(question),
         fits=low.max_requests > 0,
         figures={
-            **_split(low),
+            **_figures(low),
             "max_requests_at_most": high.max_requests,
             "concurrency": list(concurrency),
             "kv_tokens": list(kv_tokens),
             "cache_bytes": list(caches),
             "overhead": {k: list(v) for k, v in question.overhead(low.deployment.tp).items()},
-            "head_copies": low.head_copies,
-            "ranks": _ranks(low),
         },
         parts=tuple(parts),
         command=_command(question, low),
@@ -354,19 +352,15 @@ def _memory(question: SizeQuestion) -> SizeReport:
         f"{human(most.weights_bytes)} of weights, beside what the engine takes; --gpu NAME counts "
         "that too."
     )
-    split = question.deployment
     return SizeReport(
         question=question,
         kind="memory",
         answer=answer + _reservations(question),
         figures={
+            **_figures(need),
             "requests": requests,
-            "tp": split.tp,
-            "pp": split.pp,
-            "dp": need.dp,
             "bytes_per_gpu": nbytes,
             "limiting_rank": most.rank,
-            "ranks": _ranks(need),
         },
         parts=(_stages(need),),
     )
@@ -412,9 +406,7 @@ def _cluster(question: SizeQuestion) -> SizeReport:
         answer=answer + _reservations(question),
         figures={
             **figures,
-            **_split(best),
-            "head_copies": best.head_copies,
-            "ranks": _ranks(best),
+            **_figures(best),
         },
         parts=("\n\n".join((table(columns, rows), *legend)), *_repeated(best)),
         command=_command(question, best),
@@ -546,10 +538,11 @@ def _split(sizing: Sizing) -> dict[str, Any]:
     }
 
 
-def _ranks(sizing: Sizing) -> list[dict[str, Any]]:
-    """Every rank's part; tensor-parallel ranks of a stage hold equally much."""
+def _figures(sizing: Sizing) -> dict[str, Any]:
+    """The split, and every rank's part; tensor-parallel ranks of a stage hold equally much."""
     ranks = range(sizing.deployment.tp)
-    return [asdict(each) | {"rank": each.rank + i} for each in sizing.stages for i in ranks]
+    parts = [asdict(each) | {"rank": each.rank + i} for each in sizing.stages for i in ranks]
+    return _split(sizing) | {"head_copies": sizing.head_copies, "ranks": parts}
 
 
 def _stages(sizing: Sizing) -> str:

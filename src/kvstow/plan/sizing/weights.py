@@ -30,6 +30,7 @@ from typing import NamedTuple
 from kvstow.errors import ModelError
 from kvstow.plan.checkpoint import weight_files
 from kvstow.plan.models import NOT_ORDINARY
+from kvstow.plan.models.attention import heads_of, num_layers
 from kvstow.plan.models.catalogue import published
 from kvstow.plan.models.config import Config, Source, load_model
 from kvstow.plan.models.hybrid import FAMILIES, Kind
@@ -175,7 +176,7 @@ def _kinds(config: Config) -> Sequence[Kind]:
     if config.model_type in FAMILIES:
         return FAMILIES[config.model_type].kinds(config)
     kinds: tuple[Kind, ...] = ("attention",)
-    return kinds * config.count("num_hidden_layers", "n_layer")
+    return kinds * num_layers(config)
 
 
 def _layer(config: Config, width: int, kind: Kind) -> tuple[int, int]:
@@ -195,10 +196,9 @@ def _attention(config: Config, width: int) -> int:
         low = config.count("q_lora_rank") if "q_lora_rank" in config else None
         down = width * queries if low is None else low * (width + queries)
         return down + width * (latent + rope) + heads * (latent * (nope + value) + value * width)
-    size = config.count("head_dim", default=width // heads)
-    kv_heads = config.count("num_key_value_heads", default=heads)
+    own = heads_of(config)
     gates = heads if config.model_type in _DELTA_NETS else 0
-    return width * size * (2 * heads + gates + 2 * kv_heads)
+    return width * own.key_dim * (2 * heads + gates + 2 * own.kv)
 
 
 def _state(config: Config, width: int) -> int:
