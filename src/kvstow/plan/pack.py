@@ -126,19 +126,12 @@ def packed(
     In layer-compact orders there are no rows: layers of one page shape, one from each
     group, take turns in one region, and a slab is one block id in all regions.
     """
-    size = ArenaSize.of(budget, num_slabs)
-    _check_groups(groups)
+    size = ArenaSize.of(groups, budget, num_slabs)
     if site.order.startswith("L"):
-        parts = equal_groups(groups)
-        return _by_layer(parts, [1] * len(parts), size, site, shared=True)
-    parts = tuple(part for group in groups for part in short_rows(group))
-    shapes = [row_shape(group, site) for group in parts]
-    geometry = slab_geometry(
-        [shape.nbytes for shape in shapes],
-        [site.alignment.of_row(group) for group in parts],
-        pool_bytes=size.budget,
-    )
-    return _rows(shapes, geometry, size, site)
+        return _by_layer(equal_groups(groups), size, site)
+    shapes = [row_shape(part, site) for group in groups for part in short_rows(group)]
+    lengths, steps = [shape.nbytes for shape in shapes], [shape.step for shape in shapes]
+    return _rows(shapes, slab_geometry(lengths, steps, pool_bytes=size.budget), size, site)
 
 
 def union(
@@ -149,14 +142,13 @@ def union(
     site: Site = ANYWHERE,
 ) -> Layout:
     """One row per slab, as long as the largest: equally large groups, scaled blocks."""
-    size = ArenaSize.of(budget, num_slabs)
-    _check_groups(groups)
+    size = ArenaSize.of(groups, budget, num_slabs)
     parts = equal_groups(level_pages(groups))
     if site.order.startswith("L"):
-        return _by_layer(parts, [1] * len(parts), size, site, shared=True)
+        return _by_layer(parts, size, site)
     shapes = [row_shape(group, site) for group in parts]
-    step = lcm(*(site.alignment.of_row(group) for group in parts))
-    stride = align_up(max(shape.nbytes for shape in shapes), step)
+    longest = max(shape.nbytes for shape in shapes)
+    stride = align_up(longest, lcm(*(shape.step for shape in shapes)))
     return _rows(shapes, Geometry(stride, (1,) * len(parts)), size, site)
 
 
@@ -170,27 +162,21 @@ def separate(
 ) -> Layout:
     """Nothing shared. Budgets are cut so that all groups run out together at
     `context_tokens` per request."""
-    size = ArenaSize.of(budget, num_slabs)
-    _check_groups(groups)
+    size = ArenaSize.of(groups, budget, num_slabs)
     check_count("context_tokens", context_tokens, error=PlanError)
     needs = [group.rows_needed(context_tokens) for group in groups]
     shares = [max(1, round(need / min(needs))) for need in needs]
     if site.order.startswith("L"):
-        return _by_layer(groups, shares, size, site, shared=False)
+        return _by_layer(groups, size, site, shares)
     shapes = [row_shape(group, site) for group in groups]
-    strides = [
-        align_up(shape.nbytes, site.alignment.of_row(group))
-        for shape, group in zip(shapes, groups, strict=True)
-    ]
-    steps = [site.alignment.of_row(group) for group in groups]
-    per_slab = sum(share * stride for share, stride in zip(shares, strides, strict=True))
-    count = size.slabs_of(per_slab, reserved=sum(steps[1:]))
+    per_slab = sum(share * shape.stride for share, shape in zip(shares, shapes, strict=True))
+    count = size.slabs_of(per_slab, reserved=sum(shape.step for shape in shapes[1:]))
     rows: list[PlacedGroup] = []
     end = 0
-    for shape, step, stride, share in zip(shapes, steps, strides, shares, strict=True):
-        base = align_up(end, step)
-        rows.append(shape.rows(base, stride, share))
-        end = base + count * share * stride
+    for shape, share in zip(shapes, shares, strict=True):
+        base = align_up(end, shape.step)
+        rows.append(shape.rows(base, shape.stride, share))
+        end = base + count * share * shape.stride
     return _layout(tuple(rows), count, end, site)
 
 
@@ -233,8 +219,9 @@ class ArenaSize:
     num_slabs: int | None
 
     @staticmethod
-    def of(budget: int | str | None, num_slabs: int | None) -> "ArenaSize":
+    def of(groups: Sequence[Group], budget: int | str | None, num_slabs: int | None) -> "ArenaSize":
         """The one of the two that is given; a budget may be written `"20GiB"`."""
+        _check_groups(groups)
         if budget is not None and num_slabs is None:
             return ArenaSize(parse_size(budget), None)
         if budget is None and num_slabs is not None:
@@ -271,6 +258,13 @@ class RowShape:
     group: Group
     places: tuple[Page, ...]
     nbytes: int
+    step: int
+    """What rows start at multiples of."""
+
+    @property
+    def stride(self) -> int:
+        """From one row to the next, side by side."""
+        return align_up(self.nbytes, self.step)
 
     def rows(self, base: int, stride: int, rows_per_slab: int) -> PlacedGroup:
         placements = tuple(moved(page, base, stride) for page in self.places)
@@ -309,7 +303,7 @@ def row_shape(group: Group, site: Site) -> RowShape:
         offset = align_up(end, site.alignment.of(layer))
         places.append(page_in_one_piece(layer, site.order, offset))
         end = offset + layer.page_bytes
-    return RowShape(group, tuple(places), end)
+    return RowShape(group, tuple(places), end, site.alignment.of_row(group))
 
 
 def _sliced_row(group: Group, site: Site) -> RowShape:
@@ -329,7 +323,8 @@ def _sliced_row(group: Group, site: Site) -> RowShape:
         for layer, offset in zip(layers, offsets, strict=True):
             places[layer.name] = _page_in_slices(layer, base + offset, 0, head_stride)
         end = base + (num_heads - 1) * head_stride + slice_end
-    return RowShape(group, tuple(places[layer.name] for layer in group.layers), end)
+    ordered = tuple(places[layer.name] for layer in group.layers)
+    return RowShape(group, ordered, end, site.alignment.of_row(group))
 
 
 # ── layer-compact orders: the pages of one layer together ──────────────────────────────
@@ -346,12 +341,13 @@ def region(layer: LayerSpec, offset: int, num_blocks: int, site: Site) -> tuple[
 
 
 def _by_layer(
-    groups: Sequence[Group], shares: Sequence[int], size: ArenaSize, site: Site, *, shared: bool
+    groups: Sequence[Group], size: ArenaSize, site: Site, shares: Sequence[int] = ()
 ) -> Layout:
     """A region per layer, with `shares[g]` blocks of group `g` to a slab.
 
-    If they are `shared`, layers of one page shape, one from each group, have one together.
+    Without `shares`, layers of one page shape, one from each group, have one together.
     """
+    is_shared, shares = not shares, shares or [1] * len(groups)
     regions: dict[object, tuple[LayerSpec, int]] = {}
     keys: list[list[object]] = []
     for group, share in zip(groups, shares, strict=True):
@@ -360,7 +356,7 @@ def _by_layer(
         for layer in group.layers:
             cells = tuple(section.cell_bytes for section in layer.sections)
             shape = layer.heads.size, layer.states, cells, site.alignment.of(layer)
-            key = (shape, count[shape]) if shared else layer.name
+            key = (shape, count[shape]) if is_shared else layer.name
             count[shape] += 1
             regions.setdefault(key, (layer, share))
             keys[-1].append(key)
