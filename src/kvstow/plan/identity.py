@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvstow.errors import ModelError, SpecError
+from kvstow.plan import checkpoint
 
 TOKEN_ORDERED = "token-ordered"
 """Pages whose cells lie one token after the other: every GPU backend we know."""
@@ -95,10 +96,6 @@ class Identity:
         where it does not prefer safetensors.
         Raises ModelError where there is no configuration or there are no weights.
         """
-        # Here, because layouts have identities and must not need msgspec to be imported.
-        from kvstow.plan import checkpoint
-        from kvstow.plan.checkpoint import weights_digest
-
         folder = Path(model_dir)
         config = checkpoint.checkpoint_config(folder)
         fields = {
@@ -107,7 +104,7 @@ class Identity:
         }
         return Identity(
             model=model or checkpoint.checkpoint_name(folder),
-            weights=weights_digest(folder, weight_files),
+            weights=checkpoint.weights_digest(folder, weight_files),
             config=tuple(sorted(fields.items())),
             kv_dtype=kv_dtype,
             interior=interior,

@@ -79,28 +79,26 @@ def entry(name: str) -> tuple[str, dict[str, object]]:
     return key, entries()[key]["config"]
 
 
+_UNKNOWN: CatalogueEntry = {"source": "", "aliases": [], "published": {}, "config": {}}
+
+
 def unchecked(name: str, facts: Mapping[str, object]) -> tuple[str, ...]:
     """What nothing that was read confirms of an entry, as a note; none for any other facts."""
-    known = entries().get(name)
-    if known is None or known["config"] is not facts:
-        return ()
-    _, marked, what = known["source"].partition("unchecked: ")
-    if not marked:
+    known = entries().get(name, _UNKNOWN)
+    _, _, what = known["source"].partition("unchecked: ")
+    if not what or known["config"] is not facts:
         return ()
     return (f"{name}: its {what.split()[0]} is unchecked: no source that was read says it",)
 
 
 def published(name: str) -> Published:
     """What is published about a model by its canonical name; empty for any other."""
-    known = entries().get(name)
-    return Published() if known is None else known["published"]
+    return entries().get(name, _UNKNOWN)["published"]
 
 
 def repository(name: str) -> str:
     """Where a model is on the hub, by its canonical name; empty for any other."""
-    known = entries().get(name)
-    if known is None:
-        return ""
+    known = entries().get(name, _UNKNOWN)
     named = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", known["source"])
     return known.get("repository") or (named[1] if named else "")
 
