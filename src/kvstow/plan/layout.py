@@ -14,6 +14,7 @@ Groups take turns owning slabs: block `b` of group `g` lies in slab
 `b // rows_per_slab[g]`, and slab 0 is nobody's: block 0 of every group is the null row.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, Protocol, get_args
@@ -294,84 +295,88 @@ class Layout:
 
     def violations(self) -> tuple[str, ...]:
         """Every broken law, in words; empty for a layout that may be used."""
-        broken = [*self._broken_counts()]
-        if not broken:
-            broken += self._broken_pages()
-        if not broken:
-            broken += self._broken_bounds()
-            broken += sharing_violations(self.footprints, self.num_slabs)
-        return tuple(broken)
+        for laws in (self._broken_counts, self._broken_pages, self._broken_blocks):
+            broken = tuple(laws())
+            if broken:
+                return broken
+        return ()
 
-    def _broken_counts(self) -> list[str]:
-        broken: list[str] = []
+    def _broken_counts(self) -> Iterator[str]:
         if self.order not in ORDERS:
-            broken.append(f"order: {self.order!r} is none of {', '.join(ORDERS)}")
+            yield f"order: {self.order!r} is none of {', '.join(ORDERS)}"
         names = [layer.name for rows in self.groups for layer in rows.group.layers]
         if len(names) > MAX_LAYERS:
-            return [f"size: {len(names)} layers, at most {MAX_LAYERS}"]
+            yield f"size: {len(names)} layers, at most {MAX_LAYERS}"
         if not names or len(set(names)) < len(names):
-            broken.append(f"coverage: {len(names)} layers, {len(set(names))} different names")
+            yield f"coverage: {len(names)} layers, {len(set(names))} different names"
         if len({rows.group.name for rows in self.groups}) < len(self.groups):
-            broken.append("coverage: two groups have one name")
+            yield "coverage: two groups have one name"
         for (rank, size), what in ((self.tp, "tp"), (self.pp, "pp")):
             if not 0 <= rank < size:
-                broken.append(f"coverage: {what} rank {rank} of {size}")
+                yield f"coverage: {what} rank {rank} of {size}"
         for rows in self.groups:
-            if len(rows.placements) != len(rows.group.layers):
-                broken.append(
-                    f"coverage: group {rows.group.name!r}: {len(rows.group.layers)} layers, "
-                    f"{len(rows.placements)} placements"
-                )
+            where, layers, places = rows.group.name, len(rows.group.layers), len(rows.placements)
+            if places != layers:
+                yield f"coverage: group {where!r}: {layers} layers, {places} placements"
             if rows.rows_per_slab < 1:
-                broken.append(
-                    f"slab: group {rows.group.name!r}: {rows.rows_per_slab} rows per slab"
-                )
+                yield f"slab: group {where!r}: {rows.rows_per_slab} rows per slab"
         if self.num_slabs < 1 or self.base_align < 1:
-            broken.append(f"slab: {self.num_slabs} slabs, base aligned to {self.base_align}")
-        return broken
+            yield f"slab: {self.num_slabs} slabs, base aligned to {self.base_align}"
 
-    def _broken_pages(self) -> list[str]:
-        broken: list[str] = []
+    def _broken_pages(self) -> Iterator[str]:
+        """Of block 0 of every group."""
         total = sum(num_pieces(layer, page, self.order) for _, layer, page in self.layers.values())
         if total > MAX_ALL_PIECES:
-            return [f"order: {total} pieces in all, at most {MAX_ALL_PIECES}"]
+            yield f"order: {total} pieces in all, at most {MAX_ALL_PIECES}"
+            return
         for rows in self.groups:
             pages = list(zip(rows.group.layers, rows.placements, strict=True))
-            wrong = [
-                text
-                for each in pages
-                for text in page_violations(*each, self.order, self.base_align)
-            ]
-            wrong = wrong or self._pages_outside(rows)
-            broken += wrong or [
-                f"sharing: group {rows.group.name!r}: pages at {a.offset} (+{a.nbytes}) and "
-                f"{b.offset} (+{b.nbytes}) overlap in block 0"
-                for a, b in overlapping([run for each in pages for run in page_runs(*each)])
-            ]
-        return broken
+            broken = [text for page in pages for text in self._broken_page(*page)]
+            yield from broken
+            if broken:
+                continue
+            for a, b in overlapping([run for page in pages for run in page_runs(*page)]):
+                yield (
+                    f"sharing: group {rows.group.name!r}: pages at {a.offset} (+{a.nbytes}) and "
+                    f"{b.offset} (+{b.nbytes}) overlap in block 0"
+                )
 
-    def _pages_outside(self, rows: PlacedGroup) -> list[str]:
-        """The group, if a page of it leaves the arena in block 0 already."""
-        end = max(
-            View(offset=place.offset, axes=cell_axes(part, place, 1), unit=part.cell_bytes).end
-            for layer, page in zip(rows.group.layers, rows.placements, strict=True)
-            for part, place in placed_sections(layer, page)
-        )
-        if end <= self.nbytes:
-            return []
-        return [
-            f"bounds: group {rows.group.name!r}: block 0 ends at {end}, not inside the arena of "
-            f"{self.nbytes}"
-        ]
+    def _broken_page(self, spec: LayerSpec, page: Page) -> Iterator[str]:
+        """Alignment, nesting, axes not in the stated order, bytes outside the arena."""
+        layer = f"layer {spec.name!r}"
+        if len(spec.sections) != len(page):
+            yield (
+                f"coverage: {layer}: its pages have {len(spec.sections)} sections, "
+                f"{len(page)} are placed"
+            )
+            return
+        for number, (part, place) in enumerate(placed_sections(spec, page)):
+            where = layer + (f", section {number}" if page[1:] else "")
+            yield from _misplaced(where, part, place, self.order)
+            if place.block_stride < 1 or place.block_stride != page[0].block_stride:
+                yield f"order: {where}: block stride {place.block_stride}"
+        for what, value in (("offset", page[0].offset), ("block stride", page[0].block_stride)):
+            if value % spec.align:
+                yield f"alignment: {layer}: {what} {value} is not a multiple of {spec.align}"
+        if self.base_align % spec.unit:
+            yield f"alignment: {layer}: base aligned to {self.base_align}, elements to {spec.unit}"
+        for part, place in placed_sections(spec, page):
+            axes = cell_axes(part, place, 1)
+            end = View(offset=place.offset, axes=axes, unit=part.cell_bytes).end
+            if end > self.nbytes:
+                yield (
+                    f"bounds: {layer}: block 0 ends at {end}, not inside the arena of {self.nbytes}"
+                )
 
-    def _broken_bounds(self) -> list[str]:
-        return [
-            f"bounds: group {footprint.name!r}: bytes [{strip.hull.offset}, {strip.hull.end}) "
-            f"are not inside the arena of {self.nbytes}"
-            for footprint in self.footprints
-            for strip in footprint.strips
-            if strip.hull.offset < 0 or strip.hull.end > self.nbytes
-        ]
+    def _broken_blocks(self) -> Iterator[str]:
+        for footprint in self.footprints:
+            for strip in footprint.strips:
+                if strip.hull.offset < 0 or strip.hull.end > self.nbytes:
+                    yield (
+                        f"bounds: group {footprint.name!r}: bytes [{strip.hull.offset}, "
+                        f"{strip.hull.end}) are not inside the arena of {self.nbytes}"
+                    )
+        yield from sharing_violations(self.footprints, self.num_slabs)
 
 
 class Planned(Protocol):
@@ -453,53 +458,25 @@ def num_pieces(spec: LayerSpec, page: Page, order: Order) -> int:
     return pieces
 
 
-def page_violations(spec: LayerSpec, page: Page, order: Order, base_align: int) -> list[str]:
-    """What is wrong with one page: alignment, nesting, axes not in the stated order."""
-    if len(spec.sections) != len(page):
-        return [
-            f"coverage: layer {spec.name!r}: its pages have {len(spec.sections)} sections, "
-            f"{len(page)} are placed"
-        ]
-    broken: list[str] = []
-    for number, (part, place) in enumerate(placed_sections(spec, page)):
-        where = f"layer {spec.name!r}" + (f", section {number}" if page[1:] else "")
-        broken += _misplaced(where, part, place, order)
-        if place.block_stride < 1 or place.block_stride != page[0].block_stride:
-            broken.append(f"order: {where}: block stride {place.block_stride}")
-    broken += [
-        f"alignment: layer {spec.name!r}: {what} {value} is not a multiple of {spec.align}"
-        for what, value in (("offset", page[0].offset), ("block stride", page[0].block_stride))
-        if value % spec.align
-    ]
-    if base_align % spec.unit:
-        broken.append(
-            f"alignment: layer {spec.name!r}: base aligned to {base_align}, elements to {spec.unit}"
-        )
-    return broken
-
-
-def _misplaced(where: str, spec: LayerSpec, place: Placement, order: Order) -> list[str]:
+def _misplaced(where: str, spec: LayerSpec, place: Placement, order: Order) -> Iterator[str]:
     """What is wrong with the place of one section."""
-    broken = [
-        f"alignment: {where}: {what} {value} is not a multiple of {spec.unit}"
-        for what, value in (
-            ("offset", place.offset),
-            ("block stride", place.block_stride),
-            ("head stride", place.head_stride),
-            ("token stride", place.token_stride),
-        )
-        if value < 0 or value % spec.unit
-    ]
+    for what, value in (
+        ("offset", place.offset),
+        ("block stride", place.block_stride),
+        ("head stride", place.head_stride),
+        ("token stride", place.token_stride),
+    ):
+        if value < 0 or value % spec.unit:
+            yield f"alignment: {where}: {what} {value} is not a multiple of {spec.unit}"
     outer, inner = nested(spec, place, order)
     cells = inner.size * spec.cell_bytes
     if inner.size > 1 and inner.stride != spec.cell_bytes:
-        broken.append(
+        yield (
             f"order: {where}: {inner.name} stride {inner.stride} is not the {spec.cell_bytes} "
             f"bytes of a cell, innermost in {order}"
         )
     if outer.size > 1 and outer.stride < cells:
-        broken.append(
+        yield (
             f"order: {where}: {outer.name} stride {outer.stride} is below the {cells} bytes "
             "inside it"
         )
-    return broken
