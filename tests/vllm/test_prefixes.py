@@ -113,9 +113,9 @@ def test_an_engine_answers_while_its_peer_hangs(pair: Pair):
     assert [a.text(prompt(seed), max_tokens=12) for seed in (2, 3)] == texts
 
 
-def test_kvstow_peers_shows_what_an_engine_lends(pair: Pair):
+def test_kvstow_status_shows_what_an_engine_lends(pair: Pair):
     a, _ = pair.servers
-    said = kvstow("peers", pair.lend[0], "--json")
+    said = kvstow("status", pair.lend[0], "--json")
     (document,) = json.loads(said)
     assert document["lent_blocks"] >= 4
     assert document["answers"]["ticket"] >= 1
