@@ -47,14 +47,6 @@ def test_each_layout_has_the_figures_that_plan_gives_for_it():
         assert layout["descriptors_per_block"] == planned["transfer"]["descriptors_per_block"]
 
 
-def test_slabs_waste_less_and_hold_more_than_one_row_per_slab():
-    layouts = by_choice(compare("deepseek-v4-flash", "--memory", "60GiB"))
-    slab, union = layouts["BLHNC", "slab"], layouts["BLHNC", "union"]
-    assert slab["padding"] <= 0.04
-    assert union["padding"] > 0.3  # rows of the largest group, filled to 66 % by the smallest
-    assert slab["requests"]["8192"] > union["requests"]["8192"]
-
-
 def test_a_layout_that_cannot_be_says_why_beside_those_that_can():
     document = compare("deepseek-v4-flash", "--memory", "10MB")
     refused = [layout for layout in document["layouts"] if layout["error"] is not None]

@@ -103,29 +103,6 @@ def test_llama_in_20_gib_has_the_published_sizes():
     assert document["capacity"]["requests"]["8192"] == (10240 - 1) // 512
 
 
-@pytest.mark.parametrize(
-    ("model", "tp", "per_layer", "row"),
-    [
-        ("llama-3.1-70b", 4, 8 * 2**10, 1.25 * 2**20),
-        ("qwen3-32b", 2, 16 * 2**10, 2 * 2**20),
-        ("qwen2.5-3b", 1, 8 * 2**10, 0.5625 * 2**20),
-    ],
-)
-def test_tensor_parallel_rows_have_the_published_sizes(model, tp, per_layer, row):
-    document = plan(model, "--tp", str(tp), "--rank", str(tp - 1))
-    assert document["separate"]["bytes_per_descriptor_max"] == per_layer
-    assert document["groups"][0]["row_bytes"] == row
-
-
-@pytest.mark.parametrize(
-    ("model", "row"), [("deepseek-v4-flash", 1_002_240), ("deepseek-v4-pro", 1_435_968)]
-)
-def test_compressed_caches_have_the_published_rows(model, row):
-    full = plan(model)["groups"][0]
-    assert full["retention"] == "full"
-    assert full["row_bytes"] == row
-
-
 def test_a_window_group_adds_a_fixed_part_and_the_full_group_the_growth():
     document = plan("gpt-oss-20b")
     row = 12 * 16 * 2 * 8 * 64 * 2
@@ -173,18 +150,12 @@ def test_every_catalogue_model_adds_up_and_fits_80_columns(name):
 
 @pytest.mark.parametrize("packing", ["slab", "union", "separate"])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["gemma-3-270m", "deepseek-v4-flash", "jamba-mini"])
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "jamba-mini"])
 def test_every_order_and_packing_adds_up_and_fits_80_columns(name, order, packing):
     options = ("--order", order, "--packing", packing, "--memory", "64GiB")
     check_consistent(plan(name, *options), packing)
     result = invoke("plan", name, *options)
     assert max(map(len, result.stdout.splitlines())) <= 80
-
-
-def test_a_layer_compact_order_needs_one_copy_per_layer():
-    document = plan("llama-3.1-8b", "--order", "LBHNC")
-    assert document["transfer"]["descriptors_per_block"] == {"full": 32}
-    assert document["regions"] == 1
 
 
 def test_the_rank_counts_tensor_parallel_ranks_first():
@@ -222,13 +193,6 @@ def test_a_directory_and_a_file_are_models_too(tmp_path):
     assert by_folder == by_file
     assert by_folder["model"] == "tiny"
     assert by_folder["groups"][0]["row_bytes"] == 2 * 16 * 2 * 2 * 64 * 2
-
-
-def test_a_narrow_cache_dtype_makes_narrower_rows():
-    document = plan("llama-3.1-8b", "--kv-dtype", "fp8_per_token_head", "--block-tokens", "32")
-    assert document["kv_dtype"] == "fp8_per_token_head"
-    assert document["block_tokens"] == 32
-    assert document["groups"][0]["row_bytes"] == 32 * 8 * 32 * 264
 
 
 def test_talk_goes_to_stderr_and_data_to_stdout():
@@ -364,14 +328,6 @@ def test_orders_and_sizes_are_read_as_people_write_them(written, meant):
     assert plan("qwen3-8b", "--order", written, "--memory", "20G") == plan(
         "qwen3-8b", "--order", meant, "--memory", "20GiB"
     )
-
-
-def test_int8_is_kept_with_its_scales():
-    plain, scaled = (
-        plan("qwen3-8b", "--kv-dtype", name)["groups"][0]["row_bytes"]
-        for name in ("int8", "int8_per_token_head")
-    )
-    assert plain == scaled
 
 
 @pytest.mark.parametrize(
