@@ -332,6 +332,11 @@ class Layout:
         for rows in self.groups:
             pages = list(zip(rows.group.layers, rows.placements, strict=True))
             broken = [text for page in pages for text in self._broken_page(*page)]
+            if not broken and (end := max(_page_end(*page) for page in pages)) > self.nbytes:
+                broken = [
+                    f"bounds: group {rows.group.name!r}: block 0 ends at {end}, not inside the "
+                    f"arena of {self.nbytes}"
+                ]
             yield from broken
             if broken:
                 continue
@@ -342,7 +347,7 @@ class Layout:
                 )
 
     def _broken_page(self, spec: LayerSpec, page: Page) -> Iterator[str]:
-        """Alignment, nesting, axes not in the stated order, bytes outside the arena."""
+        """Alignment, nesting, axes not in the stated order."""
         layer = f"layer {spec.name!r}"
         if len(spec.sections) != len(page):
             yield (
@@ -360,13 +365,6 @@ class Layout:
                 yield f"alignment: {layer}: {what} {value} is not a multiple of {spec.align}"
         if self.base_align % spec.unit:
             yield f"alignment: {layer}: base aligned to {self.base_align}, elements to {spec.unit}"
-        for part, place in placed_sections(spec, page):
-            axes = cell_axes(part, place, 1)
-            end = View(offset=place.offset, axes=axes, unit=part.cell_bytes).end
-            if end > self.nbytes:
-                yield (
-                    f"bounds: {layer}: block 0 ends at {end}, not inside the arena of {self.nbytes}"
-                )
 
     def _broken_blocks(self) -> Iterator[str]:
         for footprint in self.footprints:
@@ -409,6 +407,14 @@ def cell_axes(spec: LayerSpec, place: Placement, num_blocks: int) -> tuple[Axis,
 def placed_sections(spec: LayerSpec, page: Page) -> tuple[tuple[LayerSpec, Placement], ...]:
     """The sections of a layer's pages, each as a layer of its own with its place."""
     return tuple(zip(spec.sections, page, strict=True))
+
+
+def _page_end(spec: LayerSpec, page: Page) -> int:
+    """One past the last byte of the page in block 0, however far its strides reach."""
+    return max(
+        View(offset=place.offset, axes=cell_axes(part, place, 1), unit=part.cell_bytes).end
+        for part, place in placed_sections(spec, page)
+    )
 
 
 def _page_sets(rows: PlacedGroup) -> tuple[PageSet, ...]:
