@@ -12,22 +12,3 @@ In the order in which a request meets them:
     slabs       Slabs: which group owns which slab
     rows        GroupRows: the state of every row of one group, and the lists to find rows in
 """
-
-from kvstow.blocks.ledger import Admission, Ledger
-from kvstow.blocks.placement import RowDemand
-from kvstow.blocks.pool import Pool
-from kvstow.blocks.prefix import BlockEvent
-from kvstow.blocks.prompt import Prompt
-from kvstow.blocks.slabs import SlabMap
-from kvstow.blocks.table import RowCopy
-
-__all__ = [
-    "Admission",
-    "BlockEvent",
-    "Ledger",
-    "Pool",
-    "Prompt",
-    "RowCopy",
-    "RowDemand",
-    "SlabMap",
-]

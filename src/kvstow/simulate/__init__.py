@@ -5,30 +5,17 @@ replay   Replay: a trace on a ledger, step by step, and the bytes that it wastes
 report   SimulationReport, and a ReplayReport for every policy: times, hits, memory
 """
 
-from kvstow.simulate.replay import (
-    POLICIES,
-    Pace,
-    PackingPolicy,
-    Replay,
-    ReplayRecord,
-    ReplaySample,
-    layout_of,
-)
+from kvstow.simulate.replay import Pace, Replay
 from kvstow.simulate.report import ReplayReport, SimulationReport
 from kvstow.simulate.trace import MIXES, TraceRequest, read_trace, synthetic, write_trace
 
 __all__ = [
     "MIXES",
-    "POLICIES",
     "Pace",
-    "PackingPolicy",
     "Replay",
-    "ReplayRecord",
     "ReplayReport",
-    "ReplaySample",
     "SimulationReport",
     "TraceRequest",
-    "layout_of",
     "read_trace",
     "synthetic",
     "write_trace",
