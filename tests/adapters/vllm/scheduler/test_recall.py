@@ -378,18 +378,6 @@ def test_rows_that_wait_stay_while_a_running_request_has_their_blocks():
     assert len(recall.stores) == 4
 
 
-def test_rows_that_were_given_up_and_are_stored_later_do_not_count_as_lost():
-    recall, _ = made(SLOW, ONE, num_blocks=80)
-    recall.ask(asked("r", LONG))
-    recall.computed("r", 24, BLOCKS)
-    assert recall.make_room(), "the request was preempted: nobody has its blocks"
-    assert recall.matched("r", 0) == 0
-    recall.computed("r", 24, BLOCKS)
-    recall.ended("r", BLOCKS, 24)
-    assert len(recall.stores) == 6
-    assert recall.counts == {}
-
-
 def test_rows_that_found_no_room_before_their_request_ended_are_counted():
     recall, _ = made(declared=ONE, num_blocks=4)
     recall.ask(asked("r", LONG))

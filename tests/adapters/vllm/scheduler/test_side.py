@@ -309,16 +309,6 @@ def test_a_request_with_the_same_tickets_waits_for_the_first_and_pulls_nothing()
     assert [pull.request for pull in decode.take_step(computes=True).pulls] == ["d"]
 
 
-def test_a_request_that_comes_after_its_tickets_were_used_pulls_nothing():
-    """By default vLLM fails a request whose blocks do not come."""
-    decode, params = side(), offered(side())
-    siblings(decode, params)
-    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 0)
-    decode.arrived(asked("f", params=params))
-    assert decode.matched("f", 8) == 0
-    assert [pull.request for pull in decode.take_step(computes=True).pulls] == ["d"]
-
-
 def test_a_request_that_ends_does_not_drop_tickets_that_another_pulls():
     decode = side()
     siblings(decode, offered(side()))

@@ -190,22 +190,6 @@ def test_a_prefix_of_a_peer_with_longer_blocks_is_cut_anew(fleet: Fleet):
                 assert torch.equal(ours, theirs), (name, token)
 
 
-def test_a_peer_with_shorter_blocks_has_nothing_for_longer_ones(fleet: Fleet):
-    """A question names what ends at the asker's blocks."""
-    _, asker = of_unequal_blocks(fleet, 4, 8, THERE)
-    assert asked(asker) == 0
-
-
-def test_only_what_the_engine_lacks_is_pulled(fleet: Fleet):
-    lender = fleet.start("lender-0-0", LENDS)
-    computes(lender)
-    asker = fleet.asker(lender)
-    assert asked(asker, num_computed=12) == 4
-    assert not pulled(asker, 4).failed
-    assert same(asker, lender, slice(3, 4))
-    assert (asker.views["f.0"][[1, 2, 3]] == 0).all()
-
-
 def test_ranks_of_a_peer_are_asked_together_and_one_alone_is_not(fleet: Fleet):
     ranks = [fleet.start(f"lender-0-{r}", LENDS, tp=(r, 2)) for r in range(2)]
     for rank in ranks:
@@ -261,17 +245,6 @@ def test_peers_are_not_asked_for_what_is_short_or_held(fleet: Fleet):
     asker.desk.arrived(EngineRequest(id="salted", tokens=PROMPT, shareable=False))
     assert asker.desk.matched("salted", 0) == 0
     assert questions(lender) == {}
-
-
-def test_another_salt_or_adapter_finds_nothing(fleet: Fleet):
-    lender = fleet.start("lender-0-0", LENDS)
-    computes(lender)
-    asker = fleet.asker(lender)
-    for id, more in (("s", {"salt": "me"}), ("a", {"adapter": "poems"})):
-        asker.desk.arrived(EngineRequest(id=id, tokens=PROMPT, **more))
-        while (count := asker.desk.matched(id, 0)) is None:
-            asker.step()
-        assert count == 0
 
 
 def test_the_longest_of_several_is_taken_and_the_others_are_handed_back(fleet: Fleet):

@@ -33,7 +33,6 @@ from pretended_engine import (
     declaration,
 )
 from recorded_vllm import engine_state
-from servers import free_ports
 from waiting import wait_for
 
 SETTINGS = ConnectorOptions(digest="always", lease_seconds=60, transfer_seconds=20)
@@ -110,33 +109,6 @@ def blocks_of(num_tokens: int, size: int, ids: Iterator[int]) -> tuple[tuple[int
     whole, first = -(-num_tokens // size), max(0, num_tokens - 7) // size
     window = [0] * first + [next(ids) for _ in range(first, whole)]
     return tuple(window), tuple(next(ids) for _ in range(whole))
-
-
-@pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (4, 4)])
-@pytest.mark.parametrize("num_tokens", [2, 5, 8, 9, 17, 18])
-def test_tokens_arrive_in_blocks_of_another_size(sizes: tuple[int, int], num_tokens: int):
-    prompt = list(range(num_tokens))
-    loaded = num_tokens - 1
-    there, here = (blocks_of(loaded, size, iter(range(1, NUM_BLOCKS))) for size in sizes)
-    with unequal(*sizes) as (prefill, decode):
-        prefill.fill(1)
-        params = prefill.prefill(there, prompt[:-1])
-        prefill.step()
-        assert decode.decode(params, here, prompt=prompt) == loaded
-        found = pulled(prefill, decode)
-        assert (found.received, found.failed) == ({"d"}, frozenset())
-        for group, names in enumerate((("w.0", "w.1"), ("f.0", "f.1"))):
-            seen = max(0, loaded - 7) if group == 0 else 0
-            for name in names:
-                for token in range(seen, loaded):
-                    source, into = (
-                        view[ids[group][token // size], :, token % size]
-                        for view, ids, size in (
-                            (prefill.views[name], there, sizes[0]),
-                            (decode.views[name], here, sizes[1]),
-                        )
-                    )
-                    assert torch.equal(source, into), (name, token)
 
 
 def test_a_block_that_lacks_tokens_behind_a_window_is_not_used():
@@ -418,16 +390,3 @@ def test_status_shows_what_engines_moved(engines: tuple[Engine, Engine]):
     there, here = shown(prefill, decode)
     assert here["metrics"]['kvstow_transfers_total{outcome="accepted"}'] == 1
     assert here["peers"][0]["moved_bytes"] == there["guests"][0]["moved_bytes"] > 0
-
-
-def test_ranks_of_an_engine_listen_on_ports_that_count_up():
-    port = free_ports(1)[0]
-    settings = replace(SETTINGS, listen=f"tcp://127.0.0.1:{port}")
-    fabric = Fabric()
-    ranks = [
-        Engine.start(fabric, f"rank-{rank}", settings, "BLHNC", tp=(rank, 2)) for rank in range(2)
-    ]
-    addresses = [rank.hands.endpoint.address for rank in ranks]
-    for rank in ranks:
-        rank.hands.close()
-    assert addresses == [f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"]
