@@ -50,14 +50,16 @@ MAX_UNREAD = 256
 
 
 class Task(Generic[T]):
-    """A routine under way, and what came of it once `is_over`.
+    """A routine under way, and what came of it once `is_over`. Whoever wakes or interrupts it may
+    know it before the routine begins.
 
     After `deadline` it is interrupted with the error that `late` makes. The loop calls `on_end`
     once, when it is over.
     """
 
-    def __init__(self, name: str, routine: Routine[T]) -> None:
+    def __init__(self, name: str, routine: Routine[T] | None = None) -> None:
         self.name = name
+        self.routine = routine
         self.due = 0.0
         self.deadline = math.inf
         self.late = lambda: TransferError(f"{name}: no end in time", kind="timeout")
@@ -65,7 +67,6 @@ class Task(Generic[T]):
         self.result: T | None = None
         self.error: TransferError | None = None
         self.on_end: Callable[[], None] = lambda: None
-        self._routine = routine
         self._interrupt: TransferError | None = None
         self._may_interrupt = True
         self._has_begun = False
@@ -94,8 +95,10 @@ class Task(Generic[T]):
         if self._has_begun:  # before, it would end outside of its own try
             error, self._interrupt = self._interrupt, None
         self._has_begun = True
+        routine = self.routine
+        assert routine is not None
         try:
-            wait = next(self._routine) if error is None else self._routine.throw(error)
+            wait = next(routine) if error is None else routine.throw(error)
             self.due = now + wait if self._interrupt is None else 0.0
         except StopIteration as end:
             self.result, self.is_over = end.value, True
@@ -108,7 +111,8 @@ class Task(Generic[T]):
     def close(self, error: TransferError) -> None:
         """Drop the routine where it stands; it has failed with this error."""
         self.error, self.is_over = error, True
-        self._routine.close()
+        if self.routine is not None:
+            self.routine.close()
 
 
 def bug(what: str, error: Exception) -> TransferError:
@@ -225,7 +229,11 @@ class Loop:
 
     def start(self, name: str, routine: Routine[T]) -> Task[T]:
         """Begin a routine; in the loop's own thread."""
-        task = Task(name, routine)
+        return self.begin(Task(name), routine)
+
+    def begin(self, task: Task[T], routine: Routine[T]) -> Task[T]:
+        """Begin the routine of a task; in the loop's own thread."""
+        task.routine = routine
         self.tasks.append(task)
         return task
 

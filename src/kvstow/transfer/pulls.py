@@ -35,7 +35,7 @@ class Transfer:
         self.started = loop.clock()
         self.error: TransferError | None = None
         self.stats: Stats | None = None
-        self.task: Task[None] | None = None
+        self.task: Task[None] = Task("pull")
         """Its routine, which goes on until the rows are quiet."""
         self._loop = loop
         self._owner = owner
@@ -82,24 +82,13 @@ class Transfer:
     def abort(self) -> None:
         """Give up; ends as a TransferError of kind `aborted` unless it has ended already."""
         error = TransferError("transfer was aborted here", kind="aborted")
-        self._loop.try_submit(lambda: self.interrupt(error))
+        self._loop.try_submit(lambda: self.task.interrupt(error))
 
     # ── for the loop ──────────────────────────────────────────────────────────────
 
-    def interrupt(self, error: TransferError) -> None:
-        """End it with an error, unless it has ended."""
-        if self.task is not None:
-            self.task.interrupt(error)
-
-    def wake(self) -> None:
-        """Something has come that its routine may wait for."""
-        if self.task is not None:
-            self.task.wake()
-
     def end(self, stats: Stats | None, error: TransferError | None) -> None:
         """It was accepted, or has failed: no deadline and no interrupt ends it any more."""
-        if self.task is not None:
-            self.task.shield()
+        self.task.shield()
         self.stats, self.error = stats, error
         self._ended.set()
 
@@ -141,10 +130,10 @@ class Pulls:
         """Start the routine of a pull whose rows are shared already."""
         peers = [self._peers.at(ticket.address, ticket.key) for ticket in tickets]
         sources = [
-            Source(self._endpoint, peer, ticket, transfer)
+            Source(self._endpoint, peer, ticket, transfer.task)
             for peer, ticket in zip(peers, tickets, strict=True)
         ]
-        task = transfer.task = self._loop.start("pull", self._followed(transfer, sources))
+        task = self._loop.begin(transfer.task, self._followed(transfer, sources))
         task.deadline = transfer.started + seconds
         task.late = lambda: TransferError(f"no end within {seconds:.3g} s", kind="timeout")
         task.on_end = lambda: self._end_early(transfer, task)
@@ -188,7 +177,7 @@ class Pulls:
     def interrupt_all(self, error: TransferError) -> None:
         """End every pull that runs."""
         for transfer in self.running:
-            transfer.interrupt(error)
+            transfer.task.interrupt(error)
 
     def mark_quiet(self) -> None:
         """The engine was closed: nothing writes any more."""

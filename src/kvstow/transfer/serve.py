@@ -46,18 +46,9 @@ class Serving:
     def __init__(self, peer: Incoming, begin: Begin) -> None:
         self.peer = peer
         self.begin = begin
-        self.task: Task[None] | None = None
-        self.mailbox = Mailbox(self._wake)
+        self.task: Task[None] = Task(f"serve {peer.card.agent}")
+        self.mailbox = Mailbox(self.task.wake)
         self.flights: list[Flight] = []
-
-    def interrupt(self, error: TransferError) -> None:
-        """End what is being brought; not a second time, while its end is being waited for."""
-        if self.task is not None:
-            self.task.interrupt(error)
-
-    def _wake(self) -> None:
-        if self.task is not None:
-            self.task.wake()
 
     @property
     def is_quiet(self) -> bool:
@@ -206,8 +197,7 @@ def stopped(server: "Server", serving: Serving, error: Exception) -> Routine[Non
 
     Until then the transfer stays known: whoever asks about it must not hear that it is over.
     """
-    if serving.task is not None:
-        serving.task.shield()
+    serving.task.shield()
     if not isinstance(error, Ended):
         kind, reasons = _fault(error)
         serving.peer.send(Failed(serving.begin.transfer, kind, reasons[0]))

@@ -81,7 +81,7 @@ class Server:
         for serving in tuple(self.servings.values()):
             if serving.begin.lease == ticket.lease:
                 serving.peer.send(Alive((ticket.lease,)))
-                serving.interrupt(Ended(f"lease ended: {reason}", kind="expired"))
+                serving.task.interrupt(Ended(f"lease ended: {reason}", kind="expired"))
 
     # ── messages ──────────────────────────────────────────────────────────────────
 
@@ -143,7 +143,7 @@ class Server:
         if begin.transfer in self.servings or begin.transfer in peer.stopped:
             return
         serving = self.servings[begin.transfer] = Serving(peer, begin)
-        serving.task = self.loop.start(f"serve {peer.card.agent}", serve(self, serving))
+        self.loop.begin(serving.task, serve(self, serving))
         serving.task.on_end = lambda: self._over(begin.transfer)
 
     def _over(self, transfer: int) -> None:
@@ -158,13 +158,13 @@ class Server:
     def _stop(self, peer: Incoming, stop: Stop) -> None:
         """Stop a transfer; the answer goes to the line on which it was asked last."""
         serving = self.servings.get(stop.transfer)
-        if serving is None or serving.task is None:
+        if serving is None:
             self._bar(peer, stop.transfer)
             peer.send(Stopped(stop.transfer))
             return
         serving.peer = peer
         serving.mailbox.put(stop)
-        serving.interrupt(Ended("stopped by its consumer", kind="aborted"))
+        serving.task.interrupt(Ended("stopped by its consumer", kind="aborted"))
 
     def _bar(self, peer: Incoming, transfer: int) -> None:
         """A transfer is over that is not known: it may not begin any more.
@@ -214,7 +214,7 @@ class Server:
         peer = self.incoming.pop(line)
         for serving in tuple(self.servings.values()):
             if serving.peer is peer:
-                serving.interrupt(Ended("its consumer is gone", kind="peer"))
+                serving.task.interrupt(Ended("its consumer is gone", kind="peer"))
         peer.detach()
         self.loop.channel.hang_up(line)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from kvstow.errors import FaultKind, RouteError, TransferError
 from kvstow.plan.layout import Layout
@@ -26,16 +26,13 @@ from kvstow.transfer.channel.messages import (
     Written,
 )
 from kvstow.transfer.digests import packed_claims
-from kvstow.transfer.loop import Mailbox
+from kvstow.transfer.loop import Mailbox, Task
 from kvstow.transfer.options import Way
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.flight import Flight
 from kvstow.transfer.peers.outgoing import Outgoing
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.mapped import MappedPeer
-
-if TYPE_CHECKING:
-    from kvstow.transfer.pulls import Transfer
 
 MOST_PLANS = 64
 
@@ -48,14 +45,12 @@ class Source:
     while we copy out of it and compare.
     """
 
-    def __init__(
-        self, endpoint: Endpoint, peer: Outgoing, ticket: Ticket, pull: "Transfer"
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, peer: Outgoing, ticket: Ticket, task: Task[Any]) -> None:
         self.id = endpoint.random.getrandbits(63)
         self.peer = peer
         self.ticket = ticket
         self.lease = ticket.lease
-        self.mailbox = Mailbox(pull.wake)
+        self.mailbox = Mailbox(task.wake)
         self.flights: list[Flight] = []
         self.direction: Way = "read"
         self.route: Route | None = None
@@ -65,7 +60,7 @@ class Source:
         self.nbytes = 0
         self.descriptors = 0
         self._endpoint = endpoint
-        self._pull = pull
+        self._task = task
         self._card: Card | None = None
 
     @property
@@ -167,11 +162,11 @@ class Source:
             return
         match message:
             case Refused():
-                self._pull.interrupt(self.refusal(message))
+                self._task.interrupt(self.refusal(message))
             case Failed(_, kind, reason):
-                self._pull.interrupt(self.fault(reason, kind))
+                self._task.interrupt(self.fault(reason, kind))
             case Alive():
-                self._pull.interrupt(self.fault(f"lease {self.ticket.lease} has ended", "expired"))
+                self._task.interrupt(self.fault(f"lease {self.ticket.lease} has ended", "expired"))
             case _:
                 pass
 
@@ -184,7 +179,7 @@ class Source:
     def lose(self, error: TransferError) -> None:
         """The peer is gone. Its memory stays, where it is mapped: the pull goes on."""
         if self.mapped is None:
-            self._pull.interrupt(error)
+            self._task.interrupt(error)
 
 
 @dataclass(frozen=True, eq=False)

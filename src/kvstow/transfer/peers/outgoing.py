@@ -83,7 +83,8 @@ class Outgoing:
         self.ticket_key = b""
         self.mapped: MappedPeer | None = None
         self.unmapped = ""
-        self.mailbox = Mailbox(self._wake)
+        self._task: Task[None] = Task(address)
+        self.mailbox = Mailbox(self._task.wake)
         self.readers: dict[int, Reader] = {}
         self.misses: Counter[str] = Counter()
         self.kept: set[int] = set()
@@ -94,7 +95,6 @@ class Outgoing:
         self.line: Session | None = None
         self._endpoint = endpoint
         self._loop = loop
-        self._task: Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -104,10 +104,6 @@ class Outgoing:
     def is_idle(self) -> bool:
         """Whether nobody reads from it, asks it or keeps a lease of it."""
         return not (self.readers or self.kept)
-
-    def _wake(self) -> None:
-        if self._task is not None:
-            self._task.wake()
 
     # ── meeting ───────────────────────────────────────────────────────────────────
 
@@ -125,9 +121,10 @@ class Outgoing:
         """Say hello, unless that has begun or is done, or our engine is about to be replaced."""
         if self.state in ("idle", "broken") and not self._endpoint.is_draining:
             self.state, self.error, self.unanswered = "greeting", None, 0
-            self.mailbox = Mailbox(self._wake)
+            self._task = task = Task[None](f"peer at {self.address}")
+            self.mailbox = Mailbox(task.wake)
             seconds = self._endpoint.options.contact_seconds
-            self._task = task = self._loop.start(f"peer at {self.address}", self._connection())
+            self._loop.begin(task, self._connection())
             task.deadline = self._endpoint.clock() + seconds
             task.late = lambda: TransferError(
                 f"peer at {self.address} did not answer within {seconds} s",
@@ -145,8 +142,7 @@ class Outgoing:
 
     def lose(self, error: TransferError) -> None:
         """Give the agent up; whoever needs it greets it again."""
-        if self._task is not None:
-            self._task.interrupt(error)
+        self._task.interrupt(error)
 
     def _connection(self) -> Routine[None]:
         """Say hello, measure the path, then renew leases until the agent is lost."""
@@ -231,7 +227,6 @@ class Outgoing:
             ) from None
 
     def _ready(self, path: Path) -> None:
-        assert self._task is not None
         self._task.deadline = float("inf")
         self.state = "ready"
         self._loop.wake_all()
