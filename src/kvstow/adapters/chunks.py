@@ -57,7 +57,7 @@ class ChunkStore:
         self._lock = Lock()
         self._stores: dict[int, Store] = {}
         self._misses = Tallies()
-        self._counted: defaultdict[Store, Counter[str]] = defaultdict(Counter)
+        self._counts: defaultdict[Store, Counter[str]] = defaultdict(Counter)
         """Of the reasons that a store's tiers have counted, those that stand in `misses`."""
         try:
             for size in _sizes_in(self._disk):
@@ -68,15 +68,15 @@ class ChunkStore:
 
     def contains(self, names: Sequence[bytes], sizes: Sequence[int] | None = None) -> Bools:
         """Which chunks are there, of these sizes, or of whatever size is open."""
-        found = np.zeros(len(names), bool)
+        present = np.zeros(len(names), bool)
         if sizes is None:
-            for size, store in self._opened():
-                found |= store.contains(0, self._keys(names, size))
-            return found
+            for size, store in self._stores_by_size():
+                present |= store.contains(0, self._keys(names, size))
+            return present
         for size, places in _by_size(sizes).items():
             keys = self._keys([names[i] for i in places], size)
-            found[places] = self.open(size).contains(0, keys)
-        return found
+            present[places] = self.open(size).contains(0, keys)
+        return present
 
     def store(self, names: Sequence[bytes], chunks: Sequence[Bytes]) -> Bools:
         """Keep chunks; which of them are kept now. StoreError where the medium fails."""
@@ -90,7 +90,7 @@ class ChunkStore:
 
     def load(self, names: Sequence[bytes], chunks: Sequence[Bytes]) -> Bools:
         """Copy chunks out; which of them were there, with these sizes, and whole."""
-        found = np.zeros(len(names), bool)
+        loaded = np.zeros(len(names), bool)
         for size, places in _by_size([chunk.nbytes for chunk in chunks]).items():
             store = self.open(size)
             rows = [_padded(chunks[i], store.layout.row_bytes(0)) for i in places]
@@ -98,11 +98,11 @@ class ChunkStore:
             keys = self._keys([names[i] for i in places], size)
             here = TierChain(store.tiers).load(0, keys, rows)
             self._count_misses(store, int((~here).sum()), before)
-            found[places] = here
+            loaded[places] = here
             for i, row in zip(places, rows, strict=True):
-                if found[i] and row is not chunks[i]:
+                if loaded[i] and row is not chunks[i]:
                     chunks[i][:] = row[:size]
-        return found
+        return loaded
 
     @property
     def misses(self) -> dict[str, int]:
@@ -113,33 +113,33 @@ class ChunkStore:
         """So many chunks of a load were not there. Tiers count reasons for all loads together:
         one that came up meanwhile may be another load's, and is counted once."""
         with self._lock:
-            counted = self._counted[store]
+            counts = self._counts[store]
             for reason, number in _reasons(store).items():
                 meanwhile = number - before.get(reason, 0)
-                known = min(count, meanwhile, number - counted[reason])
-                counted[reason] += known
-                self._misses.add(reason, known)
-                count -= known
+                explained = min(count, meanwhile, number - counts[reason])
+                counts[reason] += explained
+                self._misses.add(reason, explained)
+                count -= explained
         self._misses.add("absent", count)
 
     def evict(self, names: Sequence[bytes]) -> int:
         """Forget chunks; how many were there."""
         return sum(
             TierChain(store.tiers).evict(0, self._keys(names, size))
-            for size, store in self._opened()
+            for size, store in self._stores_by_size()
         )
 
     def clear(self) -> int:
         """Forget all chunks of this machine; how many. A remote store is not touched."""
         count = 0
-        for _, store in self._opened():
+        for _, store in self._stores_by_size():
             for tier in (store.host, store.disk):
                 count += 0 if tier is None else tier.evict(0, tier.keys(0))
         return count
 
     def flush(self, seconds: float) -> bool:
         """Whether what was stored has been written or dropped, within so many seconds each."""
-        flushed = [store.flush(seconds) for _, store in self._opened()]
+        flushed = [store.flush(seconds) for _, store in self._stores_by_size()]
         return all(flushed)
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class ChunkStore:
                 self._stores[size] = self._new_store(folder).bind(_chunk_layout(size))
             return self._stores[size]
 
-    def _opened(self) -> tuple[tuple[int, Store], ...]:
+    def _stores_by_size(self) -> tuple[tuple[int, Store], ...]:
         with self._lock:
             return tuple(self._stores.items())
 
@@ -250,6 +250,6 @@ def _padded(chunk: Bytes, nbytes: int) -> Bytes:
 
 def _reasons(store: Store) -> dict[str, int]:
     """Why rows were not given so far, as far as the tiers know more than that they have none."""
-    found = {} if store.disk is None else {"damaged": store.disk.counts.failures}
+    reasons = {} if store.disk is None else {"damaged": store.disk.counts.failures}
     remote = {} if store.remote is None else store.remote.misses.now
-    return found | {f"remote {reason}": count for reason, count in remote.items()}
+    return reasons | {f"remote {reason}": count for reason, count in remote.items()}

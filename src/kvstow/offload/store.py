@@ -91,8 +91,8 @@ class Store:
                 'Store(remote="s3://bucket/prefix")'
             )
         if journal not in get_args(JournalKind):
-            known = ", ".join(get_args(JournalKind))
-            raise StoreError(f"journal={journal!r} is none of {known}")
+            names = ", ".join(get_args(JournalKind))
+            raise StoreError(f"journal={journal!r} is none of {names}")
         self._host_bytes = None if host is None else parse_size(host)
         self._disk_bytes = None if disk_bytes is None else parse_size(disk_bytes)
         self._path = None if disk is None else _directory(disk)

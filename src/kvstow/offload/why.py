@@ -113,15 +113,15 @@ def why_ended(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _About:
-    """What is asked about."""
+    """The prompt in question, and how much of it is stored."""
 
     prompt: Prompt
     identity: Identity
-    found: int
+    num_hit: int
 
     def said(self, reason: Reason, text: str, **more: Any) -> WhyEnded:
         return WhyEnded(
-            num_tokens=len(self.prompt), found_tokens=self.found, reason=reason, text=text, **more
+            num_tokens=len(self.prompt), found_tokens=self.num_hit, reason=reason, text=text, **more
         )
 
     def another(self, other: RecordedPrompt) -> WhyEnded:
@@ -148,7 +148,7 @@ class _About:
     def evicted(self, own: RecordedPrompt) -> WhyEnded:
         text = (
             f"{own.shared_tokens} of these tokens were stored {_ago(own.at)}; behind token "
-            f"{self.found} rows are gone: evicted, pruned, dropped as damaged, or not yet written"
+            f"{self.num_hit} rows are gone: evicted, pruned, dropped as damaged, or not yet written"
         )
         return self.said("evicted", text, stored_at=own.at)
 

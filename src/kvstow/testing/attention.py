@@ -259,7 +259,7 @@ def _written(
     sequence's blocks hold `tail` times something large. Contents are `[sequence, token, head,
     dim]`."""
     lengths, table = requests
-    found: list[torch.Tensor] = []
+    contents: list[torch.Tensor] = []
     for field in fields:
         view = arena.field(layer, field)
         heads, states, dim = view.shape[1:]
@@ -272,8 +272,8 @@ def _written(
                 filled = min(states, length - start)
                 page[:filled] = content[i, start : start + filled]
                 view[int(table[i, logical])] = page.transpose(0, 1).to(view.device)
-        found.append(content)
-    return found[0], found[1]
+        contents.append(content)
+    return contents[0], contents[1]
 
 
 def reference(

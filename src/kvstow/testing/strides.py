@@ -73,16 +73,16 @@ class KernelReport:
 
 def shapes(layout: Layout, fields: Sequence[str]) -> list[str]:
     """One layer of each shape and window that has these fields."""
-    found: dict[tuple[object, ...], str] = {}
+    layers: dict[tuple[object, ...], str] = {}
     for name, (_, spec, _) in layout.layers.items():
         if set(fields) <= {field.name for field in spec.fields}:
-            found.setdefault((spec.heads, spec.states, spec.fields, window_of(spec)), name)
-    if not found:
-        wanted = " and ".join(map(repr, fields))
-        raise SpecError(f"layout {layout.model!r} has no layer with fields {wanted}")
-    for name in found.values():
+            layers.setdefault((spec.heads, spec.states, spec.fields, window_of(spec)), name)
+    if not layers:
+        names = " and ".join(map(repr, fields))
+        raise SpecError(f"layout {layout.model!r} has no layer with fields {names}")
+    for name in layers.values():
         element_of(layout.layers[name][1], fields)
-    return list(found.values())
+    return list(layers.values())
 
 
 def element_of(spec: LayerSpec, fields: Sequence[str]) -> DType:
@@ -116,9 +116,9 @@ def check_callable(
     try:
         inspect.signature(kernel).bind(*arguments, **named)
     except TypeError as error:
-        told = ", ".join((*arguments, *(f"{name}=…" for name in named)))
+        call = ", ".join((*arguments, *(f"{name}=…" for name in named)))
         raise SpecError(
-            f"the kernel cannot be called with ({told}): {error}"
+            f"the kernel cannot be called with ({call}): {error}"
             "\n\nhint: wrap it in a function of these arguments"
         ) from error
     except ValueError:  # a builtin that does not tell its arguments

@@ -344,8 +344,8 @@ class Agent:
                 direction=direction or self.options.direction,
                 digest=digest or self.options.digest,
             )
-            known = self._owner.begin_writing(order.written_ids)
-            undo.callback(self._owner.end_writing, order.written_ids, known)
+            trusted = self._owner.begin_writing(order.written_ids)
+            undo.callback(self._owner.end_writing, order.written_ids, trusted)
             transfer = Transfer(order, self.loop, self._owner, on_quiet)
             self.loop.submit(
                 lambda: self.pulls.begin(transfer, listed, seconds),
@@ -531,15 +531,15 @@ def checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int 
             f"tickets of {sorted(lengths)} tokens are not of one request", kind="ticket"
         )
     offered = lengths.pop()
-    wanted = offered if num_tokens is None else num_tokens
-    if wanted > offered:
+    end = offered if num_tokens is None else num_tokens
+    if end > offered:
         raise TransferError(
-            f"{wanted} tokens were requested, the ticket is for {offered}", kind="ticket"
+            f"{end} tokens were requested, the ticket is for {offered}", kind="ticket"
         )
-    if not 0 <= start_token < wanted:
+    if not 0 <= start_token < end:
         raise TransferError(
-            f"tokens [{start_token}, {wanted}) are none\n\nhint: start_token is at least 0 and "
+            f"tokens [{start_token}, {end}) are none\n\nhint: start_token is at least 0 and "
             f"below num_tokens",
             kind="refused",
         )
-    return wanted
+    return end

@@ -68,12 +68,12 @@ def _states(layouts: Sequence[Layout], layer: str) -> int:
 
 
 def ready_digests(
-    arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
+    arena: Arena, blocks: Mapping[int, Blocks], parts: Sequence[Sample], claims: Claims | None
 ) -> Callable[[], tuple[int, ...]]:
     """What counts the digest of each sample when it is called; nothing counts of layers that this
     arena does not hold."""
     counts: list[DigestOf] = []
-    for sample in wanted:
+    for sample in parts:
         held = [name for name in sample.layers if name in arena.layout.layers]
         groups = {arena.layout.layers[name][0] for name in held}
         counts.append(
@@ -92,10 +92,10 @@ def ready_digests(
 
 
 def digests(
-    arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
+    arena: Arena, blocks: Mapping[int, Blocks], parts: Sequence[Sample], claims: Claims | None
 ) -> tuple[int, ...]:
     """The digest of each sample, taken now."""
-    return ready_digests(arena, blocks, wanted, claims)()
+    return ready_digests(arena, blocks, parts, claims)()
 
 
 def in_worker(
@@ -117,16 +117,16 @@ def warm_up(arena: Arena) -> None:
         index = np.arange(needed.first // size, ceil_div(needed.end, size))
         blocks[g] = Blocks(np.full_like(index, rows.rows_per_slab), index)
     for policy in get_args(DigestPolicy):
-        wanted = samples([arena.layout], 0, 1, policy, random=Random(0))
-        digests(arena, blocks, wanted, None)
+        parts = samples([arena.layout], 0, 1, policy, random=Random(0))
+        digests(arena, blocks, parts, None)
 
 
 def mismatches(
-    wanted: Sequence[Sample], here: Sequence[int], there: Sequence[Sequence[int]]
+    parts: Sequence[Sample], here: Sequence[int], there: Sequence[Sequence[int]]
 ) -> list[tuple[Sample, int, int]]:
     """Samples whose sums over all sources are not what the consumer has, with both numbers."""
     sums = (sum(column) % MODULUS for column in zip(*there, strict=True))
-    return [each for each in zip(wanted, here, sums, strict=True) if each[1] != each[2]]
+    return [each for each in zip(parts, here, sums, strict=True) if each[1] != each[2]]
 
 
 # ── claims on the wire ────────────────────────────────────────────────────────────────

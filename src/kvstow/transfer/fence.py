@@ -83,12 +83,12 @@ def _covering(ids: Ints) -> tuple[list[int], list[int]]:
 
 
 def changed(
-    found: Mapping[int, Ints], blocks: Mapping[int, Blocks], expected: Mapping[int, Ints]
+    current: Mapping[int, Ints], blocks: Mapping[int, Blocks], expected: Mapping[int, Ints]
 ) -> dict[int, list[int]]:
     """Per group, the blocks whose generations are not the expected ones."""
     return {
         g: blocks[g].ids[there != expected[g]].tolist()
-        for g, there in found.items()
+        for g, there in current.items()
         if there.tobytes() != expected[g].tobytes()
     }
 
@@ -165,8 +165,8 @@ def check_fence(source: "Source", read: CounterRead | None) -> Routine[None]:
 
 def read_fence(source: "Source", read: CounterRead) -> Routine[dict[int, list[int]]]:
     """Blocks whose generations are not the ticket's."""
-    found = yield from read.generations()
-    return changed(found, source.ticket.blocks, source.ticket.generations)
+    current = yield from read.generations()
+    return changed(current, source.ticket.blocks, source.ticket.generations)
 
 
 def mapped_fence(source: "Source") -> Routine[dict[int, list[int]]]:
@@ -190,7 +190,7 @@ def mapped_fence(source: "Source") -> Routine[dict[int, list[int]]]:
 def _changed_there(source: "Source") -> dict[int, list[int]]:
     ticket = source.ticket
     assert source.mapped is not None
-    found = source.mapped.generations(ticket.blocks)
-    if found is None:
+    current = source.mapped.generations(ticket.blocks)
+    if current is None:
         raise source.fault("it has closed its agent", "peer")
-    return changed(found, ticket.blocks, ticket.generations)
+    return changed(current, ticket.blocks, ticket.generations)

@@ -64,12 +64,12 @@ class Options:
 
 def check_words(direction: Way | None, digest: DigestPolicy | None) -> None:
     """SpecError for an unknown direction or digest policy."""
-    for what, word, known in (
+    for what, word, words in (
         ("direction", direction, get_args(Way)),
         ("digest", digest, get_args(DigestPolicy)),
     ):
-        if word is not None and word not in known:
-            raise SpecError(f"{what} is {word!r}\n\nhint: one of {', '.join(known)}")
+        if word is not None and word not in words:
+            raise SpecError(f"{what} is {word!r}\n\nhint: one of {', '.join(words)}")
 
 
 DEFAULTS = Options()

@@ -92,12 +92,14 @@ class PrefixAnswers:
             peer.send(TellPrefix(question.question, b"", "busy"))
 
     def _tell(self, peer: Incoming, question: AskPrefix) -> None:
-        answer, told = self.answer(question), TellPrefix(question.question, b"")
+        answer, message = self.answer(question), TellPrefix(question.question, b"")
         if isinstance(answer, Ticket):
-            told = replace(told, ticket=answer.to_bytes())
+            message = replace(message, ticket=answer.to_bytes())
         else:
-            told = replace(told, miss=answer)
-        self._loop.try_submit(lambda: peer.send(told))  # once it is closed, the lease has ended too
+            message = replace(message, miss=answer)
+        self._loop.try_submit(
+            lambda: peer.send(message)
+        )  # once it is closed, the lease has ended too
 
     def has_room(self) -> bool:
         """Whether one more question may wait for its answer; it counts from now on."""

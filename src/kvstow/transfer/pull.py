@@ -113,18 +113,18 @@ def pull(
         yield from meet_all(endpoint, sources)
         layouts = (endpoint.layout, *(source.layout for source in sources))
         tokens = order.start_token, order.num_tokens
-        wanted = samples(layouts, *tokens, order.digest, random=endpoint.random)
+        parts = samples(layouts, *tokens, order.digest, random=endpoint.random)
         for source, plan in zip(sources, plans.plans(sources), strict=True):
-            begin(endpoint, order, source, plan, wanted)
+            begin(endpoint, order, source, plan, parts)
         counts: list[Count] = []
         with ready_reads(endpoint, sources) as reads:
             moves = (move(endpoint, order, source) for source in sources)
-            yield from together(*moves, ready_counts(endpoint, order, sources, wanted, counts))
+            yield from together(*moves, ready_counts(endpoint, order, sources, parts, counts))
             there = yield from together(*(count() for count in counts[1:]))
             yield from together(*map(check_fence, sources, reads))
-        if wanted:
+        if parts:
             here = yield from counts[0]()
-            yield from compare_digests(here, there, sources, wanted)
+            yield from compare_digests(here, there, sources, parts)
         check_still_ours(endpoint, order)
     except Exception as error:
         fault = naming_rows(endpoint, order, sources, error)
@@ -140,7 +140,7 @@ def pull(
         seconds=endpoint.clock() - started,
         sources=len(sources),
         directions=tuple(source.direction for source in sources),
-        digest="passed" if wanted else "off",
+        digest="passed" if parts else "off",
     )
 
 
@@ -179,7 +179,7 @@ def meet(source: Source) -> Routine[None]:
 
 
 def begin(
-    endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan, wanted: tuple[Sample, ...]
+    endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan, parts: tuple[Sample, ...]
 ) -> None:
     """Tell a source what we want of it, and which way. Raises TransferError."""
     way = way_of(endpoint, order, source, plan)
@@ -187,7 +187,7 @@ def begin(
     if way in ("write", "slots"):
         blocks = (Ids(g, packed_ints(b.ids), packed_ints(b.index)) for g, b in order.into.items())
         write = Write(tuple(blocks), order.start_token, order.num_tokens)
-    source.begin(way, plan, write, slot_bytes(endpoint, source) if way == "slots" else 0, wanted)
+    source.begin(way, plan, write, slot_bytes(endpoint, source) if way == "slots" else 0, parts)
 
 
 def way_of(endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan) -> Way:
@@ -276,7 +276,7 @@ def ready_counts(
     endpoint: Endpoint,
     order: Order,
     sources: Sequence[Source],
-    wanted: tuple[Sample, ...],
+    parts: tuple[Sample, ...],
     counts: list[Count],
 ) -> Routine[None]:
     """How to count digests: of our own rows first; then of those of every source that is mapped.
@@ -290,8 +290,8 @@ def ready_counts(
         if source.mapped is not None and source.route is not None:
             rows.append((source.mapped.arena, source.ticket.blocks, source.claims))
     nbytes = sum(len(b) * endpoint.layout.row_bytes(g) for g, b in order.into.items())
-    for arena, blocks, claims in rows if wanted else ():
-        what = arena, blocks, wanted, claims
+    for arena, blocks, claims in rows if parts else ():
+        what = arena, blocks, parts, claims
         if order.digest == "sample" and nbytes <= INLINE_BYTES:
             yield AT_ONCE
             counts.append(partial(at_once, ready_digests(*what)))
@@ -308,7 +308,7 @@ def compare_digests(
     here: tuple[int, ...],
     there: Sequence[tuple[int, ...]],
     sources: Sequence[Source],
-    wanted: Sequence[Sample],
+    parts: Sequence[Sample],
 ) -> Routine[None]:
     """Raise a TransferError unless what lies here is what the sources have, of which some have been
     counted already and the others tell."""
@@ -316,10 +316,10 @@ def compare_digests(
     for source in sources:
         if source.route is not None and source.mapped is None:
             answer = yield from source.mailbox.wait(TellDigest)
-            if len(answer.values) != len(wanted):
-                raise source.fault(f"{len(answer.values)} digests, not {len(wanted)}", "digest")
+            if len(answer.values) != len(parts):
+                raise source.fault(f"{len(answer.values)} digests, not {len(parts)}", "digest")
             values.append(answer.values)
-    wrong = mismatches(wanted, here, values)
+    wrong = mismatches(parts, here, values)
     if wrong:
         text = "; ".join(
             f"layers {list(sample.layers[:4])}, tokens [{sample.start_token}, "

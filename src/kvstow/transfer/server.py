@@ -66,7 +66,7 @@ class Server:
 
     def has_forgotten(self, peer: Incoming) -> bool:
         """Whether that agent was silent for too long."""
-        return all(known is not peer for known in self.incoming.values())
+        return all(each is not peer for each in self.incoming.values())
 
     # ── leases ────────────────────────────────────────────────────────────────────
 

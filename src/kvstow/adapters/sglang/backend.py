@@ -91,7 +91,7 @@ class KvstowHiCache(HiCacheStorage):
 
     Options, in `--hicache-storage-backend-extra-config`: the places `host`, `disk` with
     `disk_bytes`, `remote`; and `model_dir` or `unverified`, which says why nobody need look at
-    the weights. The store is opened when SGLang registers its first pool.
+    the weights. The store is open_store when SGLang registers its first pool.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
@@ -118,7 +118,7 @@ class KvstowHiCache(HiCacheStorage):
     def _register(self, name: str, pool: HostPool) -> None:
         """Open the stores for pages of a pool. Raises for a store of another computation."""
         if self._chunks is None:
-            self._chunks = self._options.opened(self._identity(pool))
+            self._chunks = self._options.open_store(self._identity(pool))
         # Pools of heads and recurrent states are sharded, also beside a latent cache.
         is_sharded = name == PoolName.MAMBA.value or hasattr(pool, "head_num")
         is_replicated = self._config.is_mla_model and not is_sharded
@@ -177,9 +177,9 @@ class KvstowHiCache(HiCacheStorage):
             is_trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
             trailing = max(1, len(transfer.keys or ())) if is_trailing else None
             others[str(transfer.name)] = PoolPresence(self._present(transfer.name, near), trailing)
-        found = restorable_pages(kv, others)
-        by_pool = {PoolName(name): pages for name, pages in found.by_pool.items()}
-        return PoolTransferResult(found.longest, by_pool, found.lengths)
+        hits = restorable_pages(kv, others)
+        by_pool = {PoolName(name): pages for name, pages in hits.by_pool.items()}
+        return PoolTransferResult(hits.longest, by_pool, hits.lengths)
 
     def _present(self, name: Any, keys: Sequence[str]) -> Bools:
         def look_up() -> Bools:
@@ -207,19 +207,19 @@ class KvstowHiCache(HiCacheStorage):
     def _get(
         self, name: Any, keys: list[str] | None, host_indices: torch.Tensor | None
     ) -> list[bool]:
-        wanted = keys or []
+        names = keys or []
 
         def load() -> Bools:
             pages = self._pool(name)
-            starts = pages.starts(len(wanted), host_indices)
-            found = np.zeros(len(wanted), bool)
-            for lot in pages.lots(len(wanted)):
+            starts = pages.starts(len(names), host_indices)
+            whole = np.zeros(len(names), bool)
+            for lot in pages.lots(len(names)):
                 room = pages.room(starts[lot])
-                found[lot] = pages.whole(self.chunks.load(pages.names(wanted[lot]), room))
-                pages.deliver(starts[lot], room, found[lot])
-            return found
+                whole[lot] = pages.whole(self.chunks.load(pages.names(names[lot]), room))
+                pages.deliver(starts[lot], room, whole[lot])
+            return whole
 
-        return self._timed("loaded", name, len(wanted), load).tolist()
+        return self._timed("loaded", name, len(names), load).tolist()
 
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
@@ -237,8 +237,8 @@ class KvstowHiCache(HiCacheStorage):
             return pages.whole(self.chunks.load(pages.names(keys), room))
 
         targets = target_locations or [None] * len(keys)
-        found = self._timed("loaded", KV, len(keys), load)
-        return [each if here else None for each, here in zip(targets, found, strict=True)]
+        whole = self._timed("loaded", KV, len(keys), load)
+        return [each if here else None for each, here in zip(targets, whole, strict=True)]
 
     # ── pages out of host memory ──────────────────────────────────────────────────
 
@@ -258,18 +258,18 @@ class KvstowHiCache(HiCacheStorage):
     def _set(
         self, name: Any, keys: list[str] | None, host_indices: torch.Tensor | None
     ) -> list[bool]:
-        given = keys or []
+        names = keys or []
 
         def store() -> Bools:
             pages = self._pool(name)
-            starts = pages.starts(len(given), host_indices)
-            kept = np.zeros(len(given), bool)
-            for lot in pages.lots(len(given)):
+            starts = pages.starts(len(names), host_indices)
+            kept = np.zeros(len(names), bool)
+            for lot in pages.lots(len(names)):
                 rows = pages.read(starts[lot])
-                kept[lot] = pages.whole(self.chunks.store(pages.names(given[lot]), rows))
+                kept[lot] = pages.whole(self.chunks.store(pages.names(names[lot]), rows))
             return kept
 
-        return self._timed("stored", name, len(given), store).tolist()
+        return self._timed("stored", name, len(names), store).tolist()
 
     def set(
         self,
@@ -302,8 +302,8 @@ class KvstowHiCache(HiCacheStorage):
     def misses(self) -> dict[str, int]:
         """Pieces of pages that were to be loaded and were not, and pages of calls that failed, by
         reason."""
-        known = {} if self._chunks is None else self._chunks.misses
-        return known | self._failures.now
+        reasons = {} if self._chunks is None else self._chunks.misses
+        return reasons | self._failures.now
 
     def get_stats(self) -> StorageMetrics:
         """Pages and gigabytes per second of every call since the last time."""

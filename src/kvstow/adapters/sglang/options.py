@@ -57,8 +57,8 @@ class HiCacheOptions:
     @classmethod
     def of(cls, config: RankConfig) -> "HiCacheOptions":
         """SpecError for an option that nobody reads, or that cannot be kept."""
-        given = config.extra_config or {}
-        unknown = set(given) - PLACES - IDENTITY - SGLANGS
+        settings = config.extra_config or {}
+        unknown = set(settings) - PLACES - IDENTITY - SGLANGS
         if unknown:
             raise SpecError(
                 f"hicache-storage-backend-extra-config has {', '.join(sorted(unknown))}\n\n"
@@ -70,12 +70,12 @@ class HiCacheOptions:
                 f"tp_lcm_size is {config.tp_lcm_size}: pages belong to one tensor parallel size\n\n"
                 "hint: leave it out; engines of another size compute their own pages"
             )
-        if ("disk" in given) != ("disk_bytes" in given):
+        if ("disk" in settings) != ("disk_bytes" in settings):
             raise SpecError('a directory and its size go together: "disk" and "disk_bytes"')
         return cls(
-            places={name: given[name] for name in PLACES & set(given)},
-            identity={name: given[name] for name in IDENTITY & set(given)},
-            uses_host_indices=bool(given.get("interface_v1", 0)),
+            places={name: settings[name] for name in PLACES & set(settings)},
+            identity={name: settings[name] for name in IDENTITY & set(settings)},
+            uses_host_indices=bool(settings.get("interface_v1", 0)),
         )
 
     def computation(
@@ -89,7 +89,7 @@ class HiCacheOptions:
         fields = dict(stated.config) | {f"sglang {name}": value for name, value in settings.items()}
         return replace(stated, config=tuple(sorted(fields.items())))
 
-    def opened(self, identity: Identity) -> ChunkStore:
+    def open_store(self, identity: Identity) -> ChunkStore:
         """The store of pages."""
         return ChunkStore(identity=identity, **self.places)
 

@@ -100,9 +100,9 @@ class HostPages:
     def starts(self, count: int, indices: torch.Tensor | None) -> list[int]:
         """The first index of each of so many pages; SpecError where they are no pages."""
         tokens = self.page_tokens
-        given = 0 if indices is None else indices.numel()
-        if indices is None or given != count * tokens:
-            raise SpecError(f"{given} host indices for {count} pages of {tokens} tokens")
+        num_indices = 0 if indices is None else indices.numel()
+        if indices is None or num_indices != count * tokens:
+            raise SpecError(f"{num_indices} host indices for {count} pages of {tokens} tokens")
         pages = indices.detach().cpu().reshape(count, tokens).numpy()
         first = pages[:, 0]
         if (first % tokens).any() or (pages != first[:, None] + np.arange(tokens)).any():
@@ -127,11 +127,11 @@ class HostPages:
             return self._views(starts)
         return [np.empty(self.sizes[0], np.uint8) for _ in starts]
 
-    def deliver(self, starts: Sequence[int], room: Sequence[Bytes], found: Bools) -> None:
+    def deliver(self, starts: Sequence[int], room: Sequence[Bytes], whole: Bools) -> None:
         """The pages that were found go to their places."""
         if self.is_in_place:
             return
-        for start, row, here in zip(starts, room, found, strict=True):
+        for start, row, here in zip(starts, room, whole, strict=True):
             if here:
                 page = torch.frombuffer(row, dtype=self._flat_dtype)
                 self._pool.set_from_flat_data_page(start, page)
@@ -142,10 +142,10 @@ class HostPages:
             raise SpecError("pages are used in place\n\nhint: leave interface_v1: 1 out")
         if page is None or not page.is_contiguous():
             raise SpecError("no flat page")
-        found = _whole(page)
-        if found.nbytes != self.sizes[0]:
-            raise SpecError(f"a page of {found.nbytes} bytes, not {self.sizes[0]}")
-        return found
+        row = _whole(page)
+        if row.nbytes != self.sizes[0]:
+            raise SpecError(f"a page of {row.nbytes} bytes, not {self.sizes[0]}")
+        return row
 
     def whole(self, pieces: Bools) -> Bools:
         """Which pages have all their pieces."""
@@ -174,5 +174,5 @@ def _whole(page: torch.Tensor) -> Bytes:
     """The bytes of a flat page; one byte for a page that has none."""
     if not page.nbytes:
         return np.zeros(1, np.uint8)
-    found: Bytes = page.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return found
+    flat: Bytes = page.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat

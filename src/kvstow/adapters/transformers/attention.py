@@ -94,7 +94,7 @@ def attention(
             )
             + "\n\nhint: ModelMemory.of(model, in_place=False)"
         )
-    found = paged_attention(
+    output = paged_attention(
         query,
         pages.keys,
         pages.values,
@@ -106,4 +106,4 @@ def attention(
         scale=scaling,
         sinks=s_aux,
     )
-    return found, None
+    return output, None

@@ -74,7 +74,7 @@ _KEYS = np.random.Generator(np.random.PCG64(20261116)).integers(1 << 63, size=WO
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, str, bytes]]:
     """Every tensor's name, its type and shape, and a digest of its bytes; tied ones are read
     once."""
-    known: dict[tuple[int, str], bytes] = {}
+    digests: dict[tuple[int, str], bytes] = {}
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, Tensor):
             continue
@@ -83,9 +83,9 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, str, bytes]]:
             raise ModelError(f"tensor {name!r} is {where}\n\n{HINT}")
         said = f"{tensor.dtype} {tuple(tensor.shape)}"
         place = (tensor.data_ptr(), said)
-        if place not in known:
-            known[place] = tensor_digest(tensor)
-        yield name.replace("_orig_mod.", ""), said, known[place]
+        if place not in digests:
+            digests[place] = tensor_digest(tensor)
+        yield name.replace("_orig_mod.", ""), said, digests[place]
 
 
 def tensor_digest(tensor: Tensor) -> bytes:

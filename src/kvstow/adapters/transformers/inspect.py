@@ -170,8 +170,8 @@ def dtype_of(tensor: torch.Tensor) -> DType:
     try:
         return DType(name)
     except ValueError:
-        known = ", ".join(DType)
-        raise ModelError(f"elements are {name}, not one of {known}") from None
+        names = ", ".join(DType)
+        raise ModelError(f"elements are {name}, not one of {names}") from None
 
 
 def _held(heads: int, tp: Rank) -> Extent:

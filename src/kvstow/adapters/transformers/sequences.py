@@ -41,7 +41,7 @@ class Sequences:
         self.requests: list[int] = list(requests)
         """The ledger's name of each sequence."""
         self.num_tokens = num_tokens
-        self.known = KnownTokens(memory, store)
+        self.prompts = KnownTokens(memory, store)
         self._running = RecurrentStates(memory.arena)
         self._rows = TokenRows(memory.arena)
         self._fixed_tokens = num_tokens
@@ -77,7 +77,7 @@ class Sequences:
         if num_tokens is None:
             self.begin_unnamed(len(prompts), change)
             return
-        self.known.begin(prompts)
+        self.prompts.begin(prompts)
         self.num_tokens = self._grown_tokens = num_tokens
         self._fixed_tokens = len(prompts[0])
 
@@ -85,7 +85,7 @@ class Sequences:
         """Admit prompts with what the store has of them, if that is more than the memory has; how
         many tokens of each are there. None, and nothing admitted, where these differ."""
         hits = {self.memory.ledger.hit_tokens(prompt) for prompt in prompts}
-        stored = self.known.stored_tokens(prompts)
+        stored = self.prompts.stored_tokens(prompts)
         if stored > max(hits) and self._load(prompts, stored):
             return stored
         if len(hits) > 1:
@@ -96,12 +96,12 @@ class Sequences:
     def _load(self, prompts: Sequence[Prompt], num_tokens: int) -> bool:
         """Admit prompts whose first tokens come from the store; whether all came, or none is
         admitted."""
-        assert self.known.store is not None
+        assert self.prompts.store is not None
         hits = self._admit(prompts, num_tokens=num_tokens)
         has_all = False
         try:
             has_all = all(
-                self.known.store.load(prompt, request, hit, num_tokens)
+                self.prompts.store.load(prompt, request, hit, num_tokens)
                 for prompt, request, hit in zip(prompts, self.requests, hits, strict=True)
             )
         finally:
@@ -125,7 +125,7 @@ class Sequences:
     def begin_unnamed(self, batch_size: int, reason: str) -> None:
         """Admit sequences that are computed and not reused; those without a pass begin again."""
         self._release(0)
-        self.known.forget(reason)
+        self.prompts.forget(reason)
         self._fixed_tokens = 0
         self.begin(batch_size)
 
@@ -148,14 +148,14 @@ class Sequences:
     def release(self) -> None:
         """Give all rows back. What every layer has stored may be found as a prefix later."""
         try:
-            self.known.name_answer(self.requests, self.num_tokens)
+            self.prompts.name_answer(self.requests, self.num_tokens)
             self._save()
         finally:
             self._release(self.num_tokens)
         self.num_tokens = self._grown_tokens = self._fixed_tokens = 0
         self._end = None
         self._seen.clear()
-        self.known.forget()
+        self.prompts.forget()
         self._running.forget()
 
     def _release(self, computed_tokens: int | Sequence[int]) -> None:
@@ -186,7 +186,7 @@ class Sequences:
             ledger.release(self.requests[origin])
         self.requests = forked
         self._refresh()
-        self.known.rearrange(origins)
+        self.prompts.rearrange(origins)
         self._fixed_tokens = self._grown_tokens
 
     def crop(self, tokens: int) -> None:
@@ -228,15 +228,15 @@ class Sequences:
         """
         self._check_whole()
         self.begin(batch_size)
-        fault = self.known.begin_pass(self.num_tokens, arguments)
+        fault = self.prompts.begin_pass(self.num_tokens, arguments)
         if fault and self.num_tokens:
             raise BlockError(
-                f"{self.num_tokens} of {self.known.num_tokens} tokens are here as in a prompt, the "
-                f"rest is not: {fault}\n\nhint: leave tokens out of Cache(...)"
+                f"{self.num_tokens} of {self.prompts.num_tokens} tokens are here as in a prompt, "
+                f"the rest is not: {fault}\n\nhint: leave tokens out of Cache(...)"
             )
         if fault:
             self.begin_unnamed(batch_size, fault)
-        if self.known.is_due(self.num_tokens):
+        if self.prompts.is_due(self.num_tokens):
             self._save()
         self._grow(self.num_tokens + num_tokens)
         self._end = self.num_tokens + num_tokens
@@ -288,7 +288,7 @@ class Sequences:
     def _save(self) -> None:
         """Store what is known and computed of the sequences."""
         self._running.settle()
-        self.known.save(self.requests, self.num_tokens, is_torn=bool(self._seen))
+        self.prompts.save(self.requests, self.num_tokens, is_torn=bool(self._seen))
 
     def _grow(self, end: int) -> None:
         """Rows for the tokens up to `end`; states that the ledger wants to keep are copied."""

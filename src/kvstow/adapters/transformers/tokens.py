@@ -151,11 +151,11 @@ class KnownTokens:
     def _compare(self, ids: Tensor, start: int) -> None:
         for sequence, (row, prompt) in enumerate(zip(ids.tolist(), self.prompts, strict=True)):
             expected = prompt.tokens[start : start + len(row)].tolist()
-            for at, (token, told) in enumerate(zip(row, expected, strict=False), start):
-                if token != told:
+            for at, (token, other) in enumerate(zip(row, expected, strict=False), start):
+                if token != other:
                     raise BlockError(
                         f"sequence {sequence}: the model is given {token} as token {at}, the cache "
-                        f"was told {told}\n\nhint: give the model the tokens that follow the "
+                        f"was told {other}\n\nhint: give the model the tokens that follow the "
                         f"{start} that the cache holds; assisted generation gives whole prompts, "
                         "so leave tokens out of Cache(...) there"
                     )

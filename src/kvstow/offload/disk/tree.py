@@ -391,7 +391,7 @@ class RowListing:
 
     def __init__(self, tree: RowTree, group: int) -> None:
         self._tree, self._group = tree, group
-        self._known: dict[str, tuple[int, frozenset[bytes]]] = {}
+        self._keys: dict[str, tuple[int, frozenset[bytes]]] = {}
         """By directory, when it was changed, and what was in it."""
 
     def look(self) -> tuple[list[bytes], list[bytes]]:
@@ -399,8 +399,8 @@ class RowListing:
         came: list[bytes] = []
         gone: list[bytes] = []
         directories = {entry.path for entry in self._tree.directories(self._group)}
-        for directory in directories | set(self._known):
-            last_change, before = self._known.get(directory, (-1, frozenset[bytes]()))
+        for directory in directories | set(self._keys):
+            last_change, before = self._keys.get(directory, (-1, frozenset[bytes]()))
             changed = _changed(directory)
             if changed == last_change:
                 continue
@@ -408,7 +408,7 @@ class RowListing:
             came += keys - before
             gone += before - keys
             is_settled = abs(time.time() - changed / 1e9) > SETTLED_SECONDS
-            self._known[directory] = changed if is_settled else -1, keys
+            self._keys[directory] = changed if is_settled else -1, keys
         return came, gone
 
 

@@ -74,7 +74,7 @@ class Directory:
         self._client = client
         self._identity = identity
         self.base = f"{ROWS}/{tenant}/{identity.digest.hex()[:32]}"
-        self._known: dict[str, WriterLayout] = {}
+        self._layouts: dict[str, WriterLayout] = {}
         self._refused: set[str] = set()
         self._lock = Lock()
 
@@ -86,7 +86,7 @@ class Directory:
     def layouts(self) -> tuple[WriterLayout, ...]:
         """The layouts that are known here, in the order of their entries."""
         with self._lock:
-            return tuple(self._known.values())
+            return tuple(self._layouts.values())
 
     def publish(self, own: WriterLayout) -> None:
         """Make sure that others find this layout. Asks first, so that it may be called often.
@@ -94,7 +94,7 @@ class Directory:
         Raises StoreFull where there is no room for it: rows would not be found by anybody.
         """
         with self._lock:
-            self._known.setdefault(own.fingerprint, own)
+            self._layouts.setdefault(own.fingerprint, own)
         name = f"{self.base}/manifest/{own.fingerprint}"
         self._make(name, np.frombuffer(own.manifest, np.uint8))
         content = np.frombuffer(own.fingerprint.encode(), np.uint8)
@@ -125,7 +125,7 @@ class Directory:
             fingerprints += [text for text in entries if text]
             if not any(entries):
                 break
-        seen = {*self._known, *self._refused}
+        seen = {*self._layouts, *self._refused}
         fresh = [each for each in dict.fromkeys(fingerprints) if each not in seen]
         names = [f"{self.base}/manifest/{fp}" for fp in fresh]
         manifests = whole_objects(self._client, names, MANIFEST_BYTES) if fresh else []
@@ -147,7 +147,7 @@ class Directory:
                 trouble = "its rows are not single runs"
             else:
                 with self._lock:
-                    self._known[fingerprint] = WriterLayout(layout, fingerprint, manifest)
+                    self._layouts[fingerprint] = WriterLayout(layout, fingerprint, manifest)
                 return
         except ManifestError as error:
             trouble = str(error)

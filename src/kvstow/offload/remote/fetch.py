@@ -65,7 +65,7 @@ class LookUps:
         self._misses = misses
         self._readers: tuple[tuple[GroupReader, ...], ...] = ((),) * len(layout.groups)
         self._writers: tuple[WriterLayout, ...] = ()
-        self._found: OrderedDict[tuple[int, bytes], tuple[float, Parts]] = OrderedDict()
+        self._places: OrderedDict[tuple[int, bytes], tuple[float, Parts]] = OrderedDict()
         self._prompts: OrderedDict[bytes, PromptKeys] = OrderedDict()
         self._lock = Lock()
 
@@ -114,7 +114,7 @@ class LookUps:
         now = monotonic()
         deadline = now + seconds
         with self._lock:
-            remembered = [self._found.get((group, key), (now, None)) for key in keys]
+            remembered = [self._places.get((group, key), (now, None)) for key in keys]
         rows = [parts if until >= now else None for until, parts in remembered]
         left = [i for i, parts in enumerate(rows) if parts is None]
         ends_at_miss = isinstance(self._layout.groups[group].group.retention, Full)
@@ -134,11 +134,11 @@ class LookUps:
             readers = successful if ends_at_miss else readers
         until = monotonic() + FOUND_SECONDS
         with self._lock:
-            self._found.update(
+            self._places.update(
                 {(group, keys[i]): (until, parts) for i in left if (parts := rows[i]) is not None}
             )
-            while len(self._found) > MOST_FOUND:
-                self._found.popitem(last=False)
+            while len(self._places) > MOST_FOUND:
+                self._places.popitem(last=False)
         return rows
 
     def _look(
@@ -179,7 +179,7 @@ class LookUps:
         """These rows were not there when they were fetched."""
         with self._lock:
             for key in keys:
-                self._found.pop((group, key), None)
+                self._places.pop((group, key), None)
 
 
 # ── fetching ──────────────────────────────────────────────────────────────────────────

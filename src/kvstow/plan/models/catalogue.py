@@ -84,9 +84,9 @@ _UNKNOWN: CatalogueEntry = {"source": "", "aliases": [], "published": {}, "confi
 
 def unchecked(name: str, facts: Mapping[str, object]) -> tuple[str, ...]:
     """What nothing that was read confirms of an entry, as a note; none for any other facts."""
-    known = entries().get(name, _UNKNOWN)
-    _, _, what = known["source"].partition("unchecked: ")
-    if not what or known["config"] is not facts:
+    entry = entries().get(name, _UNKNOWN)
+    _, _, what = entry["source"].partition("unchecked: ")
+    if not what or entry["config"] is not facts:
         return ()
     return (f"{name}: its {what.split()[0]} is unchecked: no source that was read says it",)
 
@@ -98,22 +98,22 @@ def published(name: str) -> Published:
 
 def repository(name: str) -> str:
     """Where a model is on the hub, by its canonical name; empty for any other."""
-    known = entries().get(name, _UNKNOWN)
-    named = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", known["source"])
-    return known.get("repository") or (named[1] if named else "")
+    entry = entries().get(name, _UNKNOWN)
+    named = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", entry["source"])
+    return entry.get("repository") or (named[1] if named else "")
 
 
 def matching(words: Iterable[str]) -> tuple[str, ...]:
     """The models whose name, aliases and family have every one of the words in them."""
-    wanted = [word.lower() for word in words]
+    lowered = [word.lower() for word in words]
 
     def text(key: str) -> str:
-        known = entries()[key]
+        entry = entries()[key]
         return " ".join(
-            (key, *known["aliases"], str(known["config"].get("model_type", "")))
+            (key, *entry["aliases"], str(entry["config"].get("model_type", "")))
         ).lower()
 
-    return tuple(key for key in entries() if all(word in text(key) for word in wanted))
+    return tuple(key for key in entries() if all(word in text(key) for word in lowered))
 
 
 def close_names(name: str, *, most: int = 3) -> tuple[str, ...]:
@@ -121,14 +121,14 @@ def close_names(name: str, *, most: int = 3) -> tuple[str, ...]:
 
     A name is as near as its beginning, of equal length, is: `gpt4` is near `gpt-oss-20b`.
     """
-    wanted = _letters(_plain(name))
-    if not wanted:
+    letters = _letters(_plain(name))
+    if not letters:
         return ()
 
     def nearness(alias: str) -> float:
         whole = _letters(alias)
-        start = SequenceMatcher(None, wanted, whole[: len(wanted)]).ratio()
-        return max(start, SequenceMatcher(None, wanted, whole).ratio())
+        start = SequenceMatcher(None, letters, whole[: len(letters)]).ratio()
+        return max(start, SequenceMatcher(None, letters, whole).ratio())
 
     best: dict[str, float] = {}
     for alias, key in _aliases().items():
@@ -139,8 +139,8 @@ def close_names(name: str, *, most: int = 3) -> tuple[str, ...]:
 
 @cache
 def _aliases() -> dict[str, str]:
-    known = entries()
-    return {alias: key for key in known for alias in (key, *known[key]["aliases"])}
+    models = entries()
+    return {alias: key for key in models for alias in (key, *models[key]["aliases"])}
 
 
 def _plain(name: str) -> str:

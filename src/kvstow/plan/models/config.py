@@ -59,8 +59,8 @@ class Config:
 
     def missing(self, *keys: str) -> ModelError:
         """The error for a fact that none of `keys` gives."""
-        wanted = " or ".join(repr(key) for key in keys)
-        return self.error(f"no {wanted} in the configuration", f"add {keys[0]!r} to it")
+        names = " or ".join(repr(key) for key in keys)
+        return self.error(f"no {names} in the configuration", f"add {keys[0]!r} to it")
 
     def present(self, *keys: str) -> str | None:
         """The first of `keys` that has a value."""

@@ -111,8 +111,8 @@ def precision(name: str) -> Precision:
     if dtype is not None:
         return Precision(dtype)
     if name.lower() not in _SCALED:
-        known = [*("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"), *_SCALED]
-        raise ModelError(f"unknown cache dtype {name!r}\n\nhint: one of {', '.join(known)}")
+        names = [*("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"), *_SCALED]
+        raise ModelError(f"unknown cache dtype {name!r}\n\nhint: one of {', '.join(names)}")
     return _SCALED[name.lower()]
 
 

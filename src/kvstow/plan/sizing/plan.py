@@ -192,9 +192,9 @@ class Plan:
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """Every rank's layout, by rank."""
-        known = {each.pp[0] * each.tp[1] + each.tp[0]: each for each in self.stages}
+        by_rank = {each.pp[0] * each.tp[1] + each.tp[0]: each for each in self.stages}
         ranks = range(self.deployment.num_ranks)
-        return tuple(known.get(rank) or self.deployment.layout(rank) for rank in ranks)
+        return tuple(by_rank.get(rank) or self.deployment.layout(rank) for rank in ranks)
 
     @property
     def limiting_rank(self) -> int:

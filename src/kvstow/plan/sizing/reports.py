@@ -505,10 +505,10 @@ def _command(question: SizeQuestion, sizing: Sizing) -> str:
 def _repository(question: SizeQuestion) -> str:
     """Where the model is: its own path, or on the hub, under the name that was typed."""
     model, canonical = question.deployment.model, question.config.name
-    name, known = model if isinstance(model, str) else canonical, repository(canonical)
-    if not known or "/" in name:
+    name, published = model if isinstance(model, str) else canonical, repository(canonical)
+    if not published or "/" in name:
         return name
-    owner, _, own = known.partition("/")
+    owner, _, own = published.partition("/")
     base = name.lower().removesuffix("-fp8")
     own = own if base in (canonical, own.lower()) else name[: len(base)]
     is_other = name.lower() != base and not own.lower().endswith("-fp8")

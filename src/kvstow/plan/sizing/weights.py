@@ -98,8 +98,8 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
     Raises ModelError where neither files, configuration nor catalogue tell them.
     """
     config = load_model(model)
-    known = published(config.name)
-    part = Fraction(known.get("experts", 0), known.get("parameters", 1))
+    facts = published(config.name)
+    part = Fraction(facts.get("experts", 0), facts.get("parameters", 1))
     count, why = None, ""
     try:
         count = parameters(config)
@@ -123,14 +123,14 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
         layers = (count.layers + count.experts) * each
         nbytes = round(layers + (count.embeddings + count.vision) * own)
         return weights(nbytes, f"{_spoken(sum(count))} counted from config{how}", *left_out)
-    if "parameters" not in known:
+    if "parameters" not in facts:
         raise config.error(
             f"the size of the weights is not known: no weight files, and {why}",
             "say --weights-bytes SIZE",
         )
-    nbytes = 0 if dtype else known.get("weights_bytes", 0)
-    nbytes = nbytes or round(known["parameters"] * each)
-    return weights(nbytes, f"{_spoken(known['parameters'])} as published{how}", *left_out)
+    nbytes = 0 if dtype else facts.get("weights_bytes", 0)
+    nbytes = nbytes or round(facts["parameters"] * each)
+    return weights(nbytes, f"{_spoken(facts['parameters'])} as published{how}", *left_out)
 
 
 def weight_bytes(dtype: str) -> Fraction:
@@ -139,8 +139,8 @@ def weight_bytes(dtype: str) -> Fraction:
         return _QUANTISED[dtype]
     own = element(dtype)
     if own is None:
-        known = ", ".join(("bfloat16", "float16", "float32", *_QUANTISED))
-        raise ModelError(f"unknown dtype of weights {dtype!r}\n\nhint: one of {known}")
+        names = ", ".join(("bfloat16", "float16", "float32", *_QUANTISED))
+        raise ModelError(f"unknown dtype of weights {dtype!r}\n\nhint: one of {names}")
     return Fraction(own.bits, 8)
 
 

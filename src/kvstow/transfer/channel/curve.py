@@ -44,13 +44,13 @@ class Keys:
         """The pair and its peers in a file; SpecError if the file has none."""
         try:
             with file.open("rb") as stream:
-                found = msgspec.json.decode(stream.read(MAX_KEYS_BYTES), type=_KeysFile)
+                document = msgspec.json.decode(stream.read(MAX_KEYS_BYTES), type=_KeysFile)
         except (OSError, msgspec.DecodeError) as error:
             raise SpecError(
                 f"keys_file {file}: {getattr(error, 'strerror', None) or error}\n\n"
                 'hint: a JSON object with "public", "secret" and a list "peers", all Z85 text'
             ) from error
-        return Keys(public=found.public, secret=found.secret, peers=frozenset(found.peers))
+        return Keys(public=document.public, secret=document.secret, peers=frozenset(document.peers))
 
 
 def check_key(key: str, keys: Keys | None, address: str) -> None:

@@ -93,7 +93,7 @@ class SocketChannel:
                 kind="refused",
                 peer=address,
             )
-        socket = self._opened(zmq.DEALER)
+        socket = self._open_socket(zmq.DEALER)
         try:
             if key and self._keys is not None:
                 socket.curve_serverkey = key.encode()
@@ -179,14 +179,14 @@ class SocketChannel:
         gate = self._gate
         parts = gate.recv_multipart()
         version, request, _, source, _, mechanism, *credentials = parts
-        known = False
+        is_listed = False
         if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
-            known = z85.encode(credentials[0]).decode() in self._keys.peers
-        if not known:
+            is_listed = z85.encode(credentials[0]).decode() in self._keys.peers
+        if not is_listed:
             where = source.decode(errors="replace")
             self._on_drop("session", f"client at {where} is not known")
             log.warning("refused a client at %s: its key is not on the list", where)
-        status = (b"200", b"OK") if known else (b"400", b"")
+        status = (b"200", b"OK") if is_listed else (b"400", b"")
         gate.send_multipart([version, request, *status, b"", b""])
 
     def _note_failed_handshakes(self) -> None:
@@ -199,7 +199,7 @@ class SocketChannel:
 
     # ── sockets ───────────────────────────────────────────────────────────────────
 
-    def _opened(self, kind: int) -> Socket:
+    def _open_socket(self, kind: int) -> Socket:
         socket = self._context.socket(kind)
         socket.linger = 0
         self._sockets.append(socket)
@@ -210,7 +210,7 @@ class SocketChannel:
         return socket
 
     def _opened_router(self, listen: str) -> Socket:
-        router = self._opened(zmq.ROUTER)
+        router = self._open_socket(zmq.ROUTER)
         router.router_mandatory = True
         if self._keys:
             router.curve_server = True
@@ -219,7 +219,7 @@ class SocketChannel:
         return router
 
     def _opened_gate(self) -> Socket:
-        gate = self._opened(zmq.REP)
+        gate = self._open_socket(zmq.REP)
         gate.bind("inproc://zeromq.zap.01")
         return gate
 

@@ -343,16 +343,16 @@ class Endpoint:
 
 def _known_identity(name: str, layout: Layout, identity: Identity | None) -> Identity:
     """The identity that was given, or else the layout's. TransferError without either."""
-    known = identity or layout.identity
-    if known is not None and not isinstance(known, Identity):  # pyright: ignore[reportUnnecessaryIsInstance]
+    maker = identity or layout.identity
+    if maker is not None and not isinstance(maker, Identity):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TransferError(
-            f"agent {name!r}: an identity is {type(known).__name__}\n\n{HINT}", kind="refused"
+            f"agent {name!r}: an identity is {type(maker).__name__}\n\n{HINT}", kind="refused"
         )
-    if known is None:
+    if maker is None:
         raise TransferError(
             f"agent {name!r}: nothing says which computation makes these bytes\n\n{HINT}",
             kind="refused",
         )
-    if not known.is_verified:
-        log.warning("agent %s: identity is not verified: %s", name, known.unverified_because)
-    return known
+    if not maker.is_verified:
+        log.warning("agent %s: identity is not verified: %s", name, maker.unverified_because)
+    return maker

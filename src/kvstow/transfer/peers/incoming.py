@@ -45,12 +45,12 @@ class Incoming:
         self.share = lru_cache(MOST_SHARES)(self._share)
 
     def _share(self, claims: tuple[Claim, ...] | None) -> Share:
-        mine = self.endpoint.layout
+        own = self.endpoint.layout
         if claims is None:
-            alone = sources([mine], self.layout)[0]
+            alone = sources([own], self.layout)[0]
             return Share(alone.route, alone.claims)
-        wanted = unpacked_claims(claims)
-        return Share(plan_route(mine, self.layout, claims=wanted), wanted)
+        parts = unpacked_claims(claims)
+        return Share(plan_route(own, self.layout, claims=parts), parts)
 
     def attach(self) -> None:
         """Make sure that our engine can reach it. Raises TransferError."""

@@ -21,8 +21,8 @@ class PeerLayout(NamedTuple):
 class PeerLayouts:
     """What is known of manifests: a hello costs a decoding only if it is the first with its one."""
 
-    def __init__(self, mine: Layout) -> None:
-        self._mine = mine
+    def __init__(self, own: Layout) -> None:
+        self._own = own
         self._compared = lru_cache(MOST_REMEMBERED)(self._compare)
 
     def source(self, manifest: bytes) -> PeerLayout:
@@ -38,12 +38,12 @@ class PeerLayouts:
             layout = decode(manifest)
         except ManifestError as error:
             return tuple(str(error).splitlines())
-        pair = (layout, self._mine) if is_source else (self._mine, layout)
+        pair = (layout, self._own) if is_source else (self._own, layout)
         return differences(*pair) or PeerLayout(layout, fingerprint(layout))
 
 
-def _fitting(known: PeerLayout | tuple[str, ...]) -> PeerLayout:
+def _fitting(layout: PeerLayout | tuple[str, ...]) -> PeerLayout:
     """The layout, or the reasons why there is none as an error."""
-    if not isinstance(known, PeerLayout):
-        raise RouteError(known)
-    return known
+    if not isinstance(layout, PeerLayout):
+        raise RouteError(layout)
+    return layout

@@ -144,19 +144,19 @@ class OwnerQueue:
                     "hint: pull into other blocks, or after transfer.wait_quiet()",
                     kind="refused",
                 )
-        known = {g: each[~self._owner.unknown(g, each)] for g, each in ids.items()}
+        trusted = {g: each[~self._owner.unknown(g, each)] for g, each in ids.items()}
         for g, each in ids.items():
             self._owner.distrust(g, each)
         for g, each in ids.items():
             self._writing[g][each] = True
-        return known
+        return trusted
 
-    def end_writing(self, ids: Mapping[int, Ints], known: Mapping[int, Ints] = NOTHING) -> None:
-        """Nothing writes to these blocks any more. Nobody has where some are `known`: they hold
+    def end_writing(self, ids: Mapping[int, Ints], trusted: Mapping[int, Ints] = NOTHING) -> None:
+        """Nothing writes to these blocks any more. Nobody has where some are `trusted`: they hold
         what they did, but whether they lacked something is not."""
         for g, each in ids.items():
             self._writing[g][each] = False
-        for g, each in known.items():
+        for g, each in trusted.items():
             self._owner.trust(g, each, np.zeros(len(each), np.bool_))
 
 

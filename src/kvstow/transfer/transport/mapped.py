@@ -199,8 +199,8 @@ class MappedPeer:
     def generations(self, blocks: MappingOf[int, Blocks]) -> dict[int, Ints] | None:
         """The counters of these blocks, now; None where the agent there was closed."""
         tables, alive = self._tables, self._memory.alive
-        found = {g: tables[g].take(listed.ids) for g, listed in blocks.items()}
-        return found if alive[0] == 1 else None
+        counts = {g: tables[g].take(listed.ids) for g, listed in blocks.items()}
+        return counts if alive[0] == 1 else None
 
 
 def copy_mapped(endpoint: "Endpoint", peer: MappedPeer, copies: Copies) -> Routine[None]:

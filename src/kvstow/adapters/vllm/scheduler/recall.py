@@ -139,9 +139,9 @@ class Recall(PrefixSource):
             return num_held
         if entry.stage == "asking":
             return None
-        return max(num_held, self._found(entry, limit))
+        return max(num_held, self._num_recallable(entry, limit))
 
-    def _found(self, entry: RecalledRequest, limit: int) -> int:
+    def _num_recallable(self, entry: RecalledRequest, limit: int) -> int:
         """Tokens of the longest beginning that can be brought back."""
         least = self._least_level(entry) if entry.answer else Level.HOST
         return self._longest(entry, limit, least)
@@ -234,7 +234,7 @@ class Recall(PrefixSource):
     def _explain(self, entry: RecalledRequest) -> None:
         """Have the journal say why no more of a request is found."""
         if self.journal is not None:
-            self.journal.looked_up(entry.request, self._found(entry, self._limit(entry)))
+            self.journal.looked_up(entry.request, self._num_recallable(entry, self._limit(entry)))
 
     # ── going out ─────────────────────────────────────────────────────────────────
 
