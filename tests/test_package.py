@@ -56,6 +56,26 @@ def test_no_two_public_functions_of_different_rooms_have_one_name():
     assert {name: places for name, places in rooms.items() if len(places) > 1} == {}
 
 
+PARTICIPLES = {
+    "asked", "told", "counted", "found", "given", "opened", "chosen", "wanted", "known", "mine",
+    "theirs",
+}  # fmt: skip
+"""They hide whether something is a request or its result: a value has a noun."""
+
+
+def test_no_function_or_variable_is_called_by_a_participle():
+    package = Path(kvstow.__file__).parent
+    names = set()
+    for module in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    names.add((str(module.relative_to(package)), name.strip("_")))
+                case ast.arg(arg=name) | ast.Name(id=name) | ast.Attribute(attr=name):
+                    names.add((str(module.relative_to(package)), name.strip("_")))
+    assert sorted(each for each in names if each[1] in PARTICIPLES) == []
+
+
 def test_every_package_names_all_its_rooms_and_no_others():
     wrong = []
     for init in Path(kvstow.__file__).parent.rglob("__init__.py"):
