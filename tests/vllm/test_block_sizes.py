@@ -108,6 +108,7 @@ def serving(
             settings={
                 "digest": "always",
                 "contact_seconds": 60,  # of two servers on few cores
+                "early_seconds": 0,  # an early pull leaves a part of a block to be computed
                 "unverified": "weights are drawn from one seed",
                 "manifest_file": str(home / f"layout{size}"),
             },
