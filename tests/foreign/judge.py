@@ -43,7 +43,12 @@ def replace_lmcache() -> None:
 
 
 def pytest_configure() -> None:
-    {"lmcache": replace_lmcache}[SUITE]()
+    if SUITE == "vllm":
+        from vllm_suite import replace_vllm
+
+        replace_vllm()
+    else:
+        replace_lmcache()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

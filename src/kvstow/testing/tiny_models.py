@@ -3,6 +3,7 @@
 The windows and kernels are small enough that a few dozen tokens reach every branch.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvstow.errors import ModelError
@@ -195,6 +196,23 @@ A second member of a family names its `model_type`.
 """
 
 
+def tiny_config(model_type: str, sizes: Mapping[str, Any] = {}) -> Any:
+    """A configuration of the type: of its family, or the common sizes and those of `sizes` that
+    such a configuration has."""
+    import transformers
+
+    library: Any = transformers  # some of its functions have no types
+    if model_type in FAMILIES:
+        return library.AutoConfig.for_model(
+            **{"model_type": model_type} | _COMMON | FAMILIES[model_type]
+        )
+    default = library.AutoConfig.for_model(model_type)
+    computed = {name for name, each in vars(type(default)).items() if isinstance(each, property)}
+    names = set(dir(default)) - computed
+    known = {name: value for name, value in (_COMMON | dict(sizes)).items() if name in names}
+    return library.AutoConfig.for_model(model_type, **known)
+
+
 def tiny_model(family: str, *, seed: int = 0) -> "PreTrainedModel":
     """A model of the family with weights drawn from `seed`."""
     if family not in FAMILIES:
@@ -205,10 +223,8 @@ def tiny_model(family: str, *, seed: int = 0) -> "PreTrainedModel":
     import transformers
 
     random: Any = torch.random
-    library: Any = transformers  # some of its functions have no types
-    settings = {"model_type": family} | _COMMON | FAMILIES[family]
-    config = library.AutoConfig.for_model(**settings)
+    library: Any = transformers
     with random.fork_rng():
         random.manual_seed(seed)
-        model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = library.AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
     return model.eval()

@@ -120,6 +120,14 @@ def test_a_twin_without_weights_keeps_what_the_model_keeps(family, dtype):
     assert cache_layers(model, block_tokens=4) == kept_layers(kept, block_tokens=4)
 
 
+def test_a_model_that_looks_for_padding_among_its_tokens_says_what_it_keeps():
+    """As GPT-2 does where it has a padding token and is given no mask."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 320, "pad_token_id": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+    specs = cache_layers(model)
+    assert [(spec.heads.size, spec.cell_bytes) for spec in specs] == [(4, 2 * 8 * 4)] * 2
+
+
 def test_a_model_is_not_run_to_learn_what_it_keeps():
     model = tiny_model("llama")
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))

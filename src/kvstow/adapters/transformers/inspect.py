@@ -219,7 +219,12 @@ def twin_cache(model: PreTrainedModel) -> Cache:
             twin = type(base)._from_config(config, dtype=base.dtype).eval()  # pyright: ignore[reportPrivateUsage]
             _fix_ropes(twin)
             tokens = torch.zeros((1, num_tokens), dtype=torch.long)
-            cache = twin(input_ids=tokens, use_cache=True).get(cache_name(model))
+            try:
+                output = twin(input_ids=tokens, use_cache=True)
+            except RuntimeError:  # some look for padding among tokens where there is no mask
+                mask = torch.ones_like(tokens)
+                output = twin(input_ids=tokens, attention_mask=mask, use_cache=True)
+            cache = output.get(cache_name(model))
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             f"{type(model).__name__} does not say what it keeps of a token: {error}"
