@@ -45,8 +45,8 @@ class SimStore:
         self._world = world
         self._objects: dict[str, bytes] = {}
 
-    def _fails(self, what: str) -> bool:
-        fails = self.trouble > 0 and self._world.random.random() < self.trouble
+    def _fails(self, what: str, times: float = 1.0) -> bool:
+        fails = self.trouble > 0 and self._world.random.random() < times * self.trouble
         if fails:
             self._world.count(f"remote: {what}")
         return fails
@@ -72,7 +72,7 @@ class SimStore:
         dice = self._world.random
         if self._fails("cut short"):
             return data[: dice.randrange(len(data))]
-        if self._fails("spoilt"):
+        if self._fails("spoilt", 4.0):
             at = dice.randrange(len(data))
             return data[:at] + bytes([data[at] ^ 1 << dice.randrange(8)]) + data[at + 1 :]
         return data
