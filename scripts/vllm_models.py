@@ -9,6 +9,7 @@ With --check nothing is written, and the exit code is 1 if the guide has other t
 import json
 import sys
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +97,10 @@ def matrix_table(matrix: dict[str, Any]) -> str:
                 text += f" <sup>{numbers.setdefault(note, len(numbers) + 1)}</sup>"
             cells.append(text)
         lines.append(f"| {kind} | {' | '.join(cells)} |")
-    notes = [f"{number}. {NOTES[note]}" for note, number in numbers.items()]
+    notes = [
+        fill(f"{number}. {NOTES[note]}", 120, subsequent_indent="   ", break_on_hyphens=False)
+        for note, number in numbers.items()
+    ]
     return "\n".join([*lines, "", *notes])
 
 

@@ -73,7 +73,7 @@ def pair(smollm2: Path, logs: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def are_met(address: str) -> bool:
     """Whether the other engine has said hello to the agent that lends here."""
-    (document,) = json.loads(kvstow("peers", address, "--json"))
+    (document,) = json.loads(kvstow("status", address, "--json"))
     return len(document["guests"]) == 1
 
 
