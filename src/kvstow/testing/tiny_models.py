@@ -206,7 +206,7 @@ def tiny_config(model_type: str, sizes: Mapping[str, Any] = {}) -> Any:
         return library.AutoConfig.for_model(
             **{"model_type": model_type} | _COMMON | FAMILIES[model_type]
         )
-    default = library.AutoConfig.for_model(model_type)
+    default: object = library.AutoConfig.for_model(model_type)
     computed = {name for name, each in vars(type(default)).items() if isinstance(each, property)}
     names = set(dir(default)) - computed
     known = {name: value for name, value in (_COMMON | dict(sizes)).items() if name in names}

@@ -1,5 +1,3 @@
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
 """Attention that reads a model's rows in place, as one of transformers' attentions.
 
 A cache layer hands the new keys to the model with a note of where all keys lie; transformers
@@ -43,17 +41,17 @@ def noted(states: torch.Tensor, pages: LayerPages) -> torch.Tensor:
 
 def attend_in_place(model: PreTrainedModel) -> Callable[[], None]:
     """Make the model's attention read rows; until the returned call it needs a `Cache`."""
-    config = model.config.get_text_config(decoder=True)
+    config = model.config.get_text_config(decoder=True)  # pyright: ignore[reportUnknownMemberType]
     if getattr(config, "attention_chunk_size", None) is not None:
         raise ModelError(
             f"{type(model).__name__} uses chunked attention, which in_place does not support\n\n"
             "hint: leave in_place out"
         )
     before: Any = model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
-    AttentionInterface.register(IN_PLACE, attention)
-    AttentionMaskInterface.register(IN_PLACE, padding)
-    model.set_attn_implementation(IN_PLACE)
-    return lambda: model.set_attn_implementation(before)
+    AttentionInterface.register(IN_PLACE, attention)  # pyright: ignore[reportUnknownMemberType]
+    AttentionMaskInterface.register(IN_PLACE, padding)  # pyright: ignore[reportUnknownMemberType]
+    model.set_attn_implementation(IN_PLACE)  # pyright: ignore[reportUnknownMemberType]
+    return lambda: model.set_attn_implementation(before)  # pyright: ignore[reportUnknownMemberType]
 
 
 def padding(

@@ -1,5 +1,3 @@
-# pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """A transformers `Cache` whose every byte lies in kvstow rows."""
 
 from collections.abc import Iterable, Sequence
@@ -202,12 +200,12 @@ class Cache(TransformersCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence `i` goes on from what was sequence `beam_idx[i]`; rows are shared."""
-        self.batch.rearrange(beam_idx.tolist())
+        beams: Any = beam_idx
+        self.batch.rearrange(beams.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these sequences only."""
-        kept = torch.arange(len(self.batch.requests), device=indices.device)[indices]
-        self.batch.rearrange(kept.tolist())
+        self.reorder_cache(torch.arange(len(self.batch.requests), device=indices.device)[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times, neighbours alike."""

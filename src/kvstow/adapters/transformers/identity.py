@@ -1,5 +1,3 @@
-# pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """Which computation fills a model's cache: the checkpoint's, the adapters' and the mode's.
 
     weights     every byte of every tensor of the state dict
@@ -94,8 +92,8 @@ def tensor_digest(tensor: Tensor) -> bytes:
     Each 8 KiB are one sum of words times keys, modulo 2^64; these are digested.
     """
     state = blake2b(digest_size=16)
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    keys = torch.from_numpy(_KEYS).to(flat.device)
+    flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    keys = torch.from_numpy(_KEYS).to(flat.device)  # pyright: ignore[reportUnknownMemberType]
     for part in flat.split(CHUNK_BYTES):
         short = -part.numel() % (8 * WORDS)
         if short or part.storage_offset() % 8:
@@ -126,6 +124,7 @@ def adapters_in_use(model: PreTrainedModel) -> str:
 
 def tuned_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """Layers that PEFT has put adapters into, by name."""
-    for name, module in model.named_modules():
+    untyped: Any = model
+    for name, module in untyped.named_modules():
         if isinstance(getattr(module, "active_adapters", None), list):
             yield name, module

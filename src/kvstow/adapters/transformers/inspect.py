@@ -1,5 +1,3 @@
-# pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """What a transformers model really keeps, found by letting a twin without weights keep a token.
 
 The twin is of the model's class and configuration, on torch's meta device: nothing is computed,
@@ -216,7 +214,7 @@ def twin_cache(model: PreTrainedModel) -> Cache:
     )
     try:
         with torch.device("meta"):
-            twin = type(base)._from_config(config, dtype=base.dtype).eval()  # pyright: ignore[reportPrivateUsage]
+            twin = type(base)._from_config(config, dtype=base.dtype).eval()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
             _fix_ropes(twin)
             tokens = torch.zeros((1, num_tokens), dtype=torch.long)
             try:
@@ -244,7 +242,7 @@ def _fix_ropes(twin: PreTrainedModel) -> None:
     for module in twin.modules():
         kind: Any = getattr(module, "rope_type", None)
         if isinstance(kind, str | dict):
-            fixed: Any = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+            fixed: Any = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
             module.rope_type = fixed
 
 
@@ -257,7 +255,7 @@ def check_decoder(model: PreTrainedModel) -> None:
             f"{type(model).__name__} puts keys and values of its own in place of its cache"
             "\n\nhint: disable such an adapter (PEFT's prefix tuning) before"
         )
-    configs = (model.config, model.config.get_text_config())
+    configs = (model.config, model.config.get_text_config())  # pyright: ignore[reportUnknownMemberType]
     if model.config.is_encoder_decoder or any(
         getattr(config, "cross_attention_layers", None) for config in configs
     ):

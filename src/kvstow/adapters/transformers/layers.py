@@ -1,5 +1,3 @@
-# pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """Cache layers over rows: what transformers asks of a layer, answered from an arena.
 
     update(k, v)      writes the new tokens into the rows of each sequence, then gathers what
@@ -149,7 +147,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         fields = layers[self.state_name][1].fields if self.state_name in layers else ()
         kinds = [field.name.rstrip("0123456789") for field in fields]
         count = max(kinds.count("conv"), kinds.count("recurrent"), 1)
-        super().__init__(number_of_states=count)
+        super().__init__(number_of_states=count)  # pyright: ignore[reportUnknownMemberType]
         self.has_previous_state = dict.fromkeys(range(count), bool(fields) and batch.num_tokens > 0)
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:

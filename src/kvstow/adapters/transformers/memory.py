@@ -1,5 +1,3 @@
-# pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """The memory of one model in one process: a layout, its arena, its ledger."""
 
 import logging

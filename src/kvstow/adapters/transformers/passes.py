@@ -1,5 +1,3 @@
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
 """Passes of a model over caches of ours, and whether their rows serve other prompts.
 
 A hook on the model tells the sequences behind a cache when a pass begins, with what arguments,
@@ -157,7 +155,8 @@ def why_not_reused(model: PreTrainedModel, *, has_states: bool, is_vouched: bool
             return "its rope follows the length of the sequence"
         if name in ("use_bidirectional_attention", "prefix_lm") and value in (True, "all"):
             return "its tokens see later ones"
-    kind = model.config.get_text_config(decoder=True).model_type
+    config: Any = model.config
+    kind = config.get_text_config(decoder=True).model_type
     if has_states and kind not in RESUMING:
         return f"whether a {kind} goes on from a state, or begins anew, is not known"
     own = "" if is_vouched else next(_own_code(model), "")
@@ -167,14 +166,17 @@ def why_not_reused(model: PreTrainedModel, *, has_states: bool, is_vouched: bool
 def _own_code(model: PreTrainedModel) -> Iterator[str]:
     """Attention, modules and hooks that no library brought."""
     setting: Any = model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
-    for kind in setting.values() if isinstance(setting, dict) else [setting]:
-        function: Any = ALL_ATTENTION_FUNCTIONS.get(str(kind), None)
+    kinds = cast("dict[str, Any]", setting).values() if isinstance(setting, dict) else [setting]
+    for kind in kinds:
+        functions: Any = ALL_ATTENTION_FUNCTIONS
+        function = functions.get(str(kind), None)
         if function is not None and not _is_known(function):
             yield f"the attention {kind!r}"
-    for name, module in model.named_modules():
+    untyped: Any = model
+    for name, module in untyped.named_modules():
         if not _is_known(type(module)):
             yield f"the class {type(module).__qualname__}"
-        hooks: Any = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # pyright: ignore[reportPrivateUsage]
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if not all(map(_is_known, hooks)):
             yield f"a hook on {name or 'the model'}"
 
@@ -199,8 +201,8 @@ def padding_token(model: PreTrainedModel) -> int | None:
     settings: Any = model.generation_config
     if settings is None or settings.pad_token_id is None:
         return None
-    ends = settings.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    end: Any = settings.eos_token_id
+    ends = cast("list[int]", end) if isinstance(end, list) else [end]
     return None if settings.pad_token_id in ends else int(settings.pad_token_id)
 
 

@@ -1,5 +1,3 @@
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
 """Rows of a batch: where the tokens of its sequences lie, and their recurrent states."""
 
 from dataclasses import dataclass, replace

@@ -1,5 +1,3 @@
-# pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """The sequences behind one cache, each a request of the ledger, all of one length.
 
 The model says when a pass begins and how many tokens it has (`passes`). All layers have room for
@@ -307,7 +305,7 @@ class Sequences:
         blocks = [self.memory.ledger.blocks(request) for request in self.requests]
         for g, group in enumerate(self.memory.ledger.groups):
             ids = np.stack([each[g].ids for each in blocks])
-            placed = torch.from_numpy(ids).to(device)
+            placed = torch.from_numpy(ids).to(device)  # pyright: ignore[reportUnknownMemberType]
             if isinstance(group.retention, State):
                 self._running.set(g, placed[:, 0])
             else:

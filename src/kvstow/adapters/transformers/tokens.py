@@ -1,5 +1,3 @@
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
 """The tokens of a batch: as prompts, and as far as they are known pass by pass.
 
 Rows are found again by the tokens that a cache was told, and by those that the model was given
@@ -149,7 +147,9 @@ class KnownTokens:
         self._answer = torch.cat([self._answer[:, :first].to(new.device), new], 1)
 
     def _compare(self, ids: Tensor, start: int) -> None:
-        for sequence, (row, prompt) in enumerate(zip(ids.tolist(), self.prompts, strict=True)):
+        untyped: Any = ids
+        rows: list[list[int]] = untyped.tolist()
+        for sequence, (row, prompt) in enumerate(zip(rows, self.prompts, strict=True)):
             expected = prompt.tokens[start : start + len(row)].tolist()
             for at, (token, other) in enumerate(zip(row, expected, strict=False), start):
                 if token != other:
