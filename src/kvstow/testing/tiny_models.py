@@ -209,8 +209,8 @@ def tiny_config(model_type: str, sizes: Mapping[str, Any] = {}) -> Any:
     default: object = library.AutoConfig.for_model(model_type)
     computed = {name for name, each in vars(type(default)).items() if isinstance(each, property)}
     names = set(dir(default)) - computed
-    known = {name: value for name, value in (_COMMON | dict(sizes)).items() if name in names}
-    return library.AutoConfig.for_model(model_type, **known)
+    facts = {name: value for name, value in (_COMMON | dict(sizes)).items() if name in names}
+    return library.AutoConfig.for_model(model_type, **facts)
 
 
 def tiny_model(family: str, *, seed: int = 0) -> "PreTrainedModel":
