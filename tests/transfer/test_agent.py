@@ -99,3 +99,10 @@ def test_a_pool_of_another_layout_is_refused_as_such():
 def test_a_ticket_that_is_no_text_is_refused(text):
     with pytest.raises(TransferError, match="not text"):
         Ticket.parse(text)
+
+
+def test_tokens_that_a_request_does_not_hold_are_not_offered(agent, ledger):
+    request = ledger.admit(TOKENS).request
+    with pytest.raises(TransferError, match=f"holds {TOKENS} tokens, {TOKENS + 1} cannot"):
+        agent.offer(ledger, request, num_tokens=TOKENS + 1)
+    assert agent.offer(ledger, request, num_tokens=TOKENS).num_tokens == TOKENS

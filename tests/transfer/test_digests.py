@@ -1,8 +1,11 @@
 """Samples: small, never empty, and no row whose content is another's goes unseen."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from random import Random
+from threading import Event
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -26,7 +29,7 @@ from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import Extent
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.digests import LEAST_SHARE, digests, mismatches, warm_up
+from kvstow.transfer.digests import LEAST_SHARE, digests, in_worker, mismatches, warm_up
 from kvstow.transfer.digests import samples as samples_with
 from planning import attention
 from strategies import Kind, group_bytes, listed, models, served, value
@@ -227,3 +230,19 @@ def test_any_arena_can_be_warmed_up_and_keeps_its_bytes(data):
     before = arena.bytes.clone()
     warm_up(arena)
     assert torch.equal(arena.bytes, before)
+
+
+def test_mapped_memory_is_held_until_the_worker_has_counted_whoever_still_waits():
+    holds, go = [1], Event()
+    mapped = SimpleNamespace(
+        hold=lambda: holds.append(holds[-1] + 1), release=lambda: holds.append(holds[-1] - 1)
+    )
+    worker = ThreadPoolExecutor(1)
+    endpoint = SimpleNamespace(worker=worker, wake=lambda: None)
+    counting = in_worker(endpoint, lambda: (int(go.wait(10)),), mapped)
+    next(counting)
+    counting.close()  # the pull has ended, by its deadline or because the agent closes
+    assert holds == [1, 2]
+    go.set()
+    worker.shutdown()
+    assert holds == [1, 2, 1]

@@ -392,3 +392,14 @@ def test_a_question_to_a_peer_that_is_lost_ends_at_once(pair: tuple[Engine, Engi
     consumer.agent.loop.submit(lambda: peer.lose(TransferError("it is gone", kind="peer")))
     with pytest.raises(TransferError, match="it is gone"):
         answer.result(5)
+
+
+def test_a_source_that_raises_costs_no_room(pair: tuple[Engine, Engine]):
+    prefixes = pair[0].agent.prefixes
+    question = AskPrefix(1, MODEL.digest, 4, b"".join(keys_of(PROMPT)))
+    with mock.patch.object(pair[0].lent, "ids", side_effect=ValueError("on purpose")):
+        for _ in range(MOST_LEASES + 1):
+            assert prefixes.has_room()
+            with pytest.raises(ValueError, match="on purpose"):
+                prefixes.answer(question)
+    assert prefixes.has_room()

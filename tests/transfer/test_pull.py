@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstow.errors import TransferError
 from kvstow.plan.group import grouped
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
@@ -143,3 +144,23 @@ def test_the_row_in_which_a_pull_begins_is_written_to():
     for start, first in ((0, 0), (3, 0), (4, 1), (6, 1), (7, 1), (8, 2)):
         written = written_rows(layout, into, Tokens(start, 16))[0]
         assert written.tolist() == [row >= first for row in range(4)], start
+
+
+def test_rows_of_a_pull_that_ordered_nothing_are_quiet_at_once(monkeypatch):
+    fabric, manifest = Fabric(), encode(hybrid_layout())
+    producer = Node(manifest, fabric, name="producer")
+    consumer = Node(manifest, fabric, name="consumer")
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    producer.fill(source)
+    consumer.agent.connect(producer.address)
+
+    def attach(card, user):
+        raise TransferError("no such engine, on purpose", kind="peer")
+
+    monkeypatch.setattr(consumer.agent.endpoint, "attach", attach)
+    number = consumer.begin_pull([producer.offer(source, TOKENS)], target, direction="write")
+    assert "on purpose" in consumer.end_pull(number)["error"]
+    assert consumer.wait_quiet(number, 5)
+    assert consumer.held() == 0
+    for node in (consumer, producer):
+        node.close()

@@ -168,6 +168,12 @@ class Agent:
             )
         held, blocks = ledger.num_tokens(request), ledger.blocks(request)
         tokens = held if num_tokens is None else num_tokens
+        if tokens > held:
+            raise TransferError(
+                f"agent {self.name!r}: request {request} holds {held} tokens, {tokens} cannot be "
+                "offered",
+                kind="refused",
+            )
         if tokens < held:  # what is partial has what the next token sees, not what this one sees
             check_states(self.endpoint.layout, blocks, tokens, held)
             blocks = {g: listed.whole for g, listed in blocks.items()}
@@ -384,7 +390,8 @@ class Agent:
         self.loop.submit(lambda: self.loop.start("keep", renewals))
 
     def drop(self, ticket: Ticket) -> None:
-        """Tell the producer that nobody here will pull this ticket: it ends the lease."""
+        """Tell the producer that nobody here will pull this ticket: where it was for one reader,
+        its lease ends."""
         peer = self.peers.at(ticket.address, ticket.key)
 
         def dropped() -> Routine[None]:

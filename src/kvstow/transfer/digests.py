@@ -5,6 +5,7 @@ over sources is the consumer's number, whatever tp, order or tokens per block ei
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from random import Random
 from typing import TYPE_CHECKING, get_args
 
@@ -22,6 +23,7 @@ from kvstow.transfer.options import DigestPolicy
 
 if TYPE_CHECKING:
     from kvstow.transfer.peers.endpoint import Endpoint
+    from kvstow.transfer.transport.mapped import MappedPeer
 
 LEAST_SHARE = 128
 """A sample is at most one cell in so many: digests are slower than transfers."""
@@ -99,11 +101,19 @@ def digests(
 
 
 def in_worker(
-    endpoint: "Endpoint", count: Callable[[], tuple[int, ...]]
+    endpoint: "Endpoint",
+    count: Callable[[], tuple[int, ...]],
+    mapped: "MappedPeer | None" = None,
 ) -> Routine[tuple[int, ...]]:
-    """Count in the agent's second thread."""
-    running = endpoint.worker.submit(count)
-    running.add_done_callback(lambda _: endpoint.wake())
+    """Count in the agent's second thread. It may go on when nobody waits any more: memory that is
+    `mapped` is held until it has ended."""
+    with ExitStack() as undo:
+        if mapped is not None:
+            mapped.hold()
+            undo.callback(mapped.release)
+        running = endpoint.worker.submit(count)
+        release = undo.pop_all().close
+    running.add_done_callback(lambda _: (release(), endpoint.wake()))
     return (yield from result_of(running))
 
 

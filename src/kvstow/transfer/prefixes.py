@@ -114,7 +114,11 @@ class PrefixAnswers:
         def over(reason: EndReason | None = None) -> None:
             self._room.release()
 
-        answer = self._refusal(question) or self._offer(question, over)
+        try:
+            answer = self._refusal(question) or self._offer(question, over)
+        except BaseException:
+            over()
+            raise
         if isinstance(answer, Ticket):
             self.answers["ticket"] += 1
         else:

@@ -36,7 +36,7 @@ from kvstow.transfer.peers.flight import chunk_bytes, move_copies
 from kvstow.transfer.slots import SLOTS, fetch_pieces, pieces
 from kvstow.transfer.source import Source, SourcePlan, SourcePlans
 from kvstow.transfer.tickets.ticket import check_blocks, packed_ints
-from kvstow.transfer.transport.mapped import copy_mapped
+from kvstow.transfer.transport.mapped import MappedPeer, copy_mapped
 
 log = logging.getLogger(__name__)
 
@@ -284,19 +284,20 @@ def ready_counts(
     A small sample is made ready while rows move, after other pulls have begun, and counted at once;
     anything larger is counted in another thread.
     """
-    rows: list[tuple[Arena, Mapping[int, Blocks], Claims | None]]
-    rows = [(endpoint.arena, order.into, None)]
+    rows: list[tuple[MappedPeer | None, Arena, Mapping[int, Blocks], Claims | None]]
+    rows = [(None, endpoint.arena, order.into, None)]
     for source in sources:
-        if source.mapped is not None and source.route is not None:
-            rows.append((source.mapped.arena, source.ticket.blocks, source.claims))
+        peer = source.mapped
+        if peer is not None and source.route is not None:
+            rows.append((peer, peer.arena, source.ticket.blocks, source.claims))
     nbytes = sum(len(b) * endpoint.layout.row_bytes(g) for g, b in order.into.items())
-    for arena, blocks, claims in rows if parts else ():
+    for peer, arena, blocks, claims in rows if parts else ():
         what = arena, blocks, parts, claims
         if order.digest == "sample" and nbytes <= INLINE_BYTES:
             yield AT_ONCE
             counts.append(partial(at_once, ready_digests(*what)))
         else:
-            counts.append(partial(in_worker, endpoint, partial(digests, *what)))
+            counts.append(partial(in_worker, endpoint, partial(digests, *what), peer))
 
 
 def at_once(count: Callable[[], tuple[int, ...]]) -> Routine[tuple[int, ...]]:

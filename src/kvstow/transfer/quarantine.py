@@ -40,8 +40,8 @@ fences of a peer that fails again and again would be kept without end."""
 
 @dataclass(slots=True, eq=False)
 class Case:
-    """Something that waits to be quiet since a time; `rows` of ours with it. Of writers that are
-    dead, `dead_writers` have been so since our engine was made."""
+    """Something that has waited to be quiet since a time; `rows` of ours with it. `dead_writers`
+    counts dead producers whose last bytes our present engine may still receive."""
 
     rows: int
     since: float

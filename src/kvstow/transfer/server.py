@@ -151,7 +151,7 @@ class Server:
 
     def _end(self, end: End) -> None:
         if end.outcome == "aborted":
-            self.leases.end(end.lease, "aborted")
+            self.leases.give_up(end.lease, end.transfer)
         if end.transfer in self.servings:
             self.servings[end.transfer].mailbox.put(end)
 

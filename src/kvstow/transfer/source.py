@@ -98,8 +98,7 @@ class Source:
         Raises TransferError."""
         self._card = card = self.peer.card
         assert card is not None
-        self.direction, self.route, self.claims = direction, plan.route, plan.claims
-        self.line = self.peer.line
+        self.route, self.claims, self.line = plan.route, plan.claims, self.peer.line
         if direction != "mapped":
             self._endpoint.attach(card, self.peer)  # a failed write may have disconnected it
         elif self.peer.mapped is None:
@@ -108,6 +107,7 @@ class Source:
         else:
             self.peer.mapped.hold()
             self.mapped = self.peer.mapped
+        self.direction = direction  # now: where nothing is ordered, there is nothing to wait for
         self.peer.readers[self.id] = self
         self.peer.kept.discard(self.lease)
         self._endpoint.moving.add(self.id)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.disk.tree import RowListing, Writers, walk
+from kvstow.offload.disk.tree import RowListing, Writers, _is_locked_now, walk
 from offloading import hybrid, numbered_key, numbered_row, row_files
 
 MIB = 1 << 20
@@ -42,6 +42,23 @@ def test_what_a_dead_writer_left_goes_and_what_a_living_one_writes_stays(tmp_pat
     assert other.count() == 1
     other.close()
     assert os.listdir(tmp_path / "new") == []
+
+
+def test_a_folder_goes_while_nobody_can_begin_to_write_in_it(tmp_path, monkeypatch):
+    writers, rmdir, was_locked = Writers(tmp_path, Files()), os.rmdir, []
+
+    def look(folder):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        was_locked.append(not _is_locked_now(fd))
+        os.close(fd)
+        rmdir(folder)
+
+    assert writers.count() == 1
+    (tmp_path / "new" / "4711-dead").mkdir()
+    monkeypatch.setattr(os, "rmdir", look)
+    writers.sweep()
+    assert (was_locked, writers.count()) == ([True], 1)
+    writers.close()
 
 
 def test_a_walk_counts_a_file_once_whatever_its_names(tmp_path):

@@ -104,14 +104,15 @@ def test_a_ticket_that_was_not_given_out_is_refused():
         assert caught.value.kind == "ticket"
 
 
-def test_only_a_ticket_that_may_still_come_is_called_unknown():
+def test_a_lease_that_is_not_known_yet_may_still_come_and_one_that_has_ended_may_not():
     leases = Leases()
-    leases.may_come = lambda id: id % 2 == 0
-    for id in (3, 4):
+    made(leases, 1)
+    leases.end(1, "withdrawn")
+    for id, is_early in ((1, False), (2, True)):
+        assert leases.is_early(id) == is_early
         with pytest.raises(TransferError) as caught:
             leases.find(id)
-        assert caught.value.kind == "ticket"
-        assert caught.value.is_early == leases.may_come(id)
+        assert caught.value.is_early == is_early
 
 
 def test_opening_renews():
@@ -164,3 +165,36 @@ def test_whoever_did_not_read_ends_no_lease():
     leases.shut(1, "reader", accepted=True)
     leases.shut(1, "reader", accepted=True)
     assert ended == ["read"]
+
+
+def test_a_reader_that_gives_up_leaves_the_lease_to_its_siblings():
+    leases = Leases()
+    ended = made(leases, 1, readers=2)
+    leases.open(1, TICKET, "a", now=0)
+    leases.open(1, TICKET, "b", now=0)
+    leases.give_up(1, "a")
+    assert ended == []
+    with pytest.raises(TransferError, match="1 readers may still come, 1 read"):
+        leases.open(1, TICKET, "c", now=0)
+    leases.shut(1, "b", accepted=True)
+    assert ended == ["read"]
+
+
+@pytest.mark.parametrize("readers", [1, None])
+def test_a_lease_ends_with_the_last_reader_that_could_come(readers):
+    leases = Leases()
+    ended = made(leases, 1, readers=readers)
+    leases.give_up(1, "a")
+    leases.give_up(2, "a")
+    assert ended == ["aborted"]
+
+
+def test_a_lease_that_is_granted_again_has_not_ended():
+    leases = Leases()
+    made(leases, 1)
+    leases.expire(now=10)
+    assert leases.has_ended(1)
+    made(leases, 1, now=20)
+    assert not leases.has_ended(1)
+    assert expired(leases, 29) == set()
+    assert expired(leases, 30) == {1}

@@ -81,20 +81,16 @@ def test_a_ticket_that_was_written_elsewhere_keeps_its_blocks_until_its_lease_en
     assert pool.num_held(0) == 0
 
 
-@pytest.mark.parametrize("may_come", [False, True])
-def test_a_ticket_that_is_shown_before_it_is_adopted_is_early_unless_it_is_forged(
-    agent, pool, fabric, may_come
-):
+def test_a_ticket_that_is_shown_before_it_is_adopted_is_early(agent, pool, fabric):
     offered = {g: Blocks.first(pool.hold(g, 2)) for g in range(len(LAYOUT.groups))}
     ticket = written(agent, offered, lease=7)
-    agent.server.leases.may_come = lambda id: may_come
     rows = Pool(LAYOUT)
     with through_an_engine(fabric, rows) as reader:
         into = {g: Blocks.first(rows.hold(g, 2)) for g in range(len(LAYOUT.groups))}
         with pytest.raises(TransferError) as caught:
             reader.pull(ticket, into=into).wait(20)
     assert caught.value.kind == "ticket"
-    assert caught.value.is_early == may_come
+    assert caught.value.is_early
 
 
 @pytest.mark.parametrize("field", ["agent", "start", "fingerprint"])

@@ -277,12 +277,13 @@ class Writers:
         """Remove what dead processes were writing."""
         for folder in _entries(self._new):
             with suppress(OSError):
-                if folder.path != self._folder and not is_alive(folder.path, self._swept):
-                    os.rmdir(folder.path)
+                if folder.path != self._folder:
+                    is_alive(folder.path, self._remove_folder)
 
-    def _swept(self, folder: str) -> None:
+    def _remove_folder(self, folder: str) -> None:
         for file in _entries(folder):
             self._files.remove(file.path)
+        os.rmdir(folder)
 
     def close(self) -> None:
         """Nothing is written any more."""

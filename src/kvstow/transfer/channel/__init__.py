@@ -1,8 +1,7 @@
 """The side channel: small messages between agents.
 
-- `base`: what the protocol needs from a channel
 - `messages`: what agents say to each other
-- `framing`: frames to the byte, and the sessions that they belong to
+- `framing`: what a channel is; frames to the byte, and the sessions that they belong to
 - `sockets`: the channel over ZeroMQ
 - `curve`: keys, and who may be talked to
 - `address`: which addresses can be dialled, and which stay on this machine

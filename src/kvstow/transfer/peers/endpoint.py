@@ -145,7 +145,7 @@ class Endpoint:
         return Welcome(self.card, self.memory, self.unmappable, self.ticket_key)
 
     def map(self, welcome: Welcome, layout: Layout) -> MappedPeer:
-        """A peer's memory as ours. Raises NotShared, or TransferError where an option forbids."""
+        """A peer's memory as ours. Raises NotShared."""
         if not self.may_map:
             raise NotShared("option", "mapping is switched off here")
         if not welcome.memory:

@@ -15,7 +15,8 @@ from kvstow.transfer.channel.messages import AskProbe, Card, TellProbe
 from kvstow.transfer.loop import Routine
 from kvstow.transfer.options import LONG_BYTES, Way
 from kvstow.transfer.peers.endpoint import PROBE_BYTES, Endpoint
-from kvstow.transfer.peers.flight import move_copies
+from kvstow.transfer.peers.flight import Flight, move_copies
+from kvstow.transfer.slots import when_quiet
 from kvstow.transfer.transport.base import Direction, Kinds
 
 if TYPE_CHECKING:
@@ -77,13 +78,24 @@ def measure_path(endpoint: Endpoint, peer: "Outgoing", card: Card) -> Routine[Pa
     )
     between_hosts = read.long
     if "VRAM" in endpoint.kinds(card):
-        ours, its = endpoint.card.stage, card.stage
-        one = Copies.one(its.address, ours.address, min(size, ours.nbytes, its.nbytes))
-        between_hosts = yield from _best(endpoint, "read", card, Kinds(), one, LONG_PROBES)
+        between_hosts = yield from _slot_rate(endpoint, card, size)
     peer.send(AskProbe(size))
     answer = yield from peer.mailbox.wait(TellProbe)
     write = Rates(*(size / seconds if seconds > 0 else 0.0 for seconds in answer.seconds))
     return Path(read=read, write=write, slots=SLOTS_SHARE * between_hosts)
+
+
+def _slot_rate(endpoint: Endpoint, card: Card, nbytes: int) -> Routine[float]:
+    """Bytes per second from a peer's slots to ours: into one that nobody else has meanwhile."""
+    stage = endpoint.stage
+    slot = yield from stage.take()
+    flights: list[Flight] = []
+    try:
+        size = min(nbytes, stage.slot_bytes, card.stage.nbytes)
+        one = Copies.one(card.stage.address, stage.arena.address + slot, size)
+        return (yield from _best(endpoint, "read", card, Kinds(), one, LONG_PROBES, flights))
+    finally:
+        when_quiet(flights, lambda: stage.give(slot))
 
 
 def write_probe(endpoint: Endpoint, peer: "Incoming", nbytes: int) -> Routine[None]:
@@ -108,8 +120,8 @@ def _rates(
 ) -> Routine[Rates]:
     """What one piece and many of them bring, from one address to another."""
     kinds, one, many = endpoint.kinds(card), Copies.one(*ends), _scattered(*ends)
-    long = yield from _best(endpoint, direction, card, kinds, one, LONG_PROBES)
-    short = yield from _best(endpoint, direction, card, kinds, many, SHORT_PROBES)
+    long = yield from _best(endpoint, direction, card, kinds, one, LONG_PROBES, [])
+    short = yield from _best(endpoint, direction, card, kinds, many, SHORT_PROBES, [])
     return Rates(long, short)
 
 
@@ -121,12 +133,18 @@ def _scattered(source: int, destination: int, nbytes: int) -> Copies:
 
 
 def _best(
-    endpoint: Endpoint, direction: Direction, card: Card, kinds: Kinds, copies: Copies, times: int
+    endpoint: Endpoint,
+    direction: Direction,
+    card: Card,
+    kinds: Kinds,
+    copies: Copies,
+    times: int,
+    flights: list[Flight],
 ) -> Routine[float]:
-    """Bytes per second, the best of several times."""
+    """Bytes per second, the best of several times. `flights` are the posts."""
     best = 0.0
     for _ in range(times):
         started = endpoint.clock()
-        yield from move_copies(endpoint, direction, card.engine, kinds, copies, flights=[])
+        yield from move_copies(endpoint, direction, card.engine, kinds, copies, flights=flights)
         best = max(best, copies.total / max(endpoint.clock() - started, 1e-9))
     return best

@@ -58,8 +58,6 @@ class Leases:
         self._running: dict[int, Lease] = {}
         self._heap: list[tuple[float, int]] = []
         self._ended: OrderedDict[int, EndReason] = OrderedDict()
-        self.may_come: Callable[[int], bool] = lambda id: True
-        """Whether a lease of this id, not known yet, may be granted later."""
 
     def __len__(self) -> int:
         return len(self._running)
@@ -73,13 +71,14 @@ class Leases:
         return id in self._ended
 
     def grant(self, lease: Lease) -> None:
-        """Let a lease run."""
+        """Let a lease run, one that has ended here, too."""
+        self._ended.pop(lease.id, None)
         self._running[lease.id] = lease
         heapq.heappush(self._heap, (lease.deadline, lease.id))
 
     def is_early(self, id: int) -> bool:
-        """Whether it is not known yet, and may be granted later."""
-        return id not in self._running and id not in self._ended and self.may_come(id)
+        """Whether it is not known yet: it may be granted later."""
+        return id not in self._running and id not in self._ended
 
     def find(self, id: int) -> Lease:
         """The running lease; TransferError names why there is none."""
@@ -88,9 +87,7 @@ class Leases:
         if id in self._ended:
             kind, why = ENDED[self._ended[id]]
             raise TransferError(f"lease {id}: {why}", kind=kind)
-        is_early = self.may_come(id)
-        why = "not given out here yet" if is_early else "no such ticket was written here"
-        raise TransferError(f"lease {id}: {why}", kind="ticket", is_early=is_early)
+        raise TransferError(f"lease {id}: not given out here yet", kind="ticket", is_early=True)
 
     def open(
         self, id: int, digest: bytes, reader: Hashable, *, now: float, ranks: int = 1
@@ -122,6 +119,17 @@ class Leases:
             lease.readers -= 1
             if lease.readers == 0:
                 self.end(id, "read")
+
+    def give_up(self, id: int, reader: Hashable) -> None:
+        """A reader will not come, or not again. Where none is left to come, the lease ends; its
+        siblings go on."""
+        lease = self._running.get(id)
+        if lease is None:
+            return
+        lease.reading.discard(reader)
+        lease.readers = (lease.readers or 1) - 1
+        if lease.readers == 0:
+            self.end(id, "aborted")
 
     def renew(self, id: int, *, now: float) -> None:
         """Start the lease's time again; leases that are not known are ignored."""

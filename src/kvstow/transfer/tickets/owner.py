@@ -152,8 +152,8 @@ class OwnerQueue:
         return trusted
 
     def end_writing(self, ids: Mapping[int, Ints], trusted: Mapping[int, Ints] = NOTHING) -> None:
-        """Nothing writes to these blocks any more. Nobody has where some are `trusted`: they hold
-        what they did, but whether they lacked something is not."""
+        """Nothing writes to these blocks any more. Pass `trusted` only if nothing was written:
+        these blocks hold what they held before, but are not counted as complete."""
         for g, each in ids.items():
             self._writing[g][each] = False
         for g, each in trusted.items():
