@@ -15,6 +15,7 @@ OPTIONAL = {
     "src/kvstow/adapters/vllm/bases.py": "vllm.config",
     "src/kvstow/adapters/vllm/connector.py": "vllm.config",
     "src/kvstow/adapters/vllm/metrics.py": "vllm.config",
+    "src/kvstow/adapters/vllm/secondary.py": "vllm.config",
     "src/kvstow/vllm.py": "vllm.config",
     "src/kvstow/adapters/router.py": "aiohttp",
     "src/kvstow/adapters/lmcache.py": "lmcache",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from serving import Launch, Server, running
-from test_tensor_parallel import CONFIG
+from test_tensor_parallel import LLAMA
 
 from servers import Mooncake, Seaweed
 from waiting import wait_for
@@ -30,9 +30,9 @@ def model_at(folder: Path, words: Path, seed: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    made = LlamaForCausalLM(LlamaConfig(**CONFIG, initializer_range=0.15))
+    made = LlamaForCausalLM(LlamaConfig(**LLAMA, initializer_range=0.15))
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(LLAMA))
     weights = {name: weight.contiguous() for name, weight in made.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for file in words.iterdir():
