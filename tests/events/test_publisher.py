@@ -10,6 +10,8 @@ from event_reader import replayed
 from kvstow.errors import SpecError
 from kvstow.events.format import BlockRemoved, EventBatch
 from kvstow.events.publisher import EventPublisher
+from kvstow.threads import broken_threads
+from waiting import wait_for
 
 LOOPBACK = "tcp://127.0.0.1:*"
 
@@ -60,3 +62,20 @@ def test_nothing_is_published_for_no_events():
     with EventPublisher(LOOPBACK, replay=LOOPBACK) as publisher:
         publisher.publish([])
         assert list(replayed(publisher)) == []
+
+
+def test_a_thread_of_replays_that_ends_with_an_error_is_counted(monkeypatch):
+    def fail(self, socket, request):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(EventPublisher, "_repeat", fail)
+    before = broken_threads().get("kvstow-events", 0)
+    with (
+        EventPublisher(LOOPBACK, replay=LOOPBACK) as publisher,
+        zmq.Context() as context,
+        context.socket(zmq.REQ) as socket,
+    ):
+        socket.linger = 0
+        socket.connect(publisher.replay_address)
+        socket.send((0).to_bytes(8, "big"))
+        wait_for(lambda: broken_threads().get("kvstow-events", 0) == before + 1)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Self
 
 import msgspec
@@ -24,6 +25,7 @@ from kvstow.events.format import (
     CacheEvent,
     EventBatch,
 )
+from kvstow.threads import guarded_thread
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +65,8 @@ class EventPublisher:
             self.replay_address = ""
             if replay:
                 answers, self.replay_address = self._bound(zmq.ROUTER, replay)
-                self._thread = threading.Thread(
-                    target=self._answer, args=(answers,), name="kvstow-events", daemon=True
+                self._thread = guarded_thread(
+                    "kvstow-events", partial(self._answer, answers), on_broken=lambda error: None
                 )
                 self._thread.start()
         except BaseException:
