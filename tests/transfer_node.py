@@ -23,11 +23,12 @@ from kvstow.plan.retention import Chunk, Encoder, Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
+from kvstow.route.ways import LONG_BYTES
 from kvstow.transfer import pull, serve
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.status import status_document
-from kvstow.transfer.options import LONG_BYTES, Options
+from kvstow.transfer.options import Options
 from kvstow.transfer.tickets.owner import Generations
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.base import Direction, Kinds, Post

@@ -60,6 +60,7 @@ def test_no_change_is_advised_that_is_slower_by_the_way_an_agent_takes(link):
         assert best["saved_seconds"] == 0
     text = invoke(*GUIDE, "--link", link).stdout
     assert "no order is quicker than as given" in text
+    assert text.count("no better order") == 3
     assert "saved" not in text
 
 
@@ -141,3 +142,11 @@ def test_the_quickest_order_is_marked_with_the_time_that_it_saves():
     (marked,) = [line for line in lines if line.endswith("ms ←")]
     assert marked.startswith("one in both")
     assert any("less than as given" in line for line in lines)
+
+
+def test_pieces_of_16_kib_go_through_slots_at_ib400_as_an_agent_takes_them():
+    found = document("llama-3.1-8b@tp=4", "llama-3.1-8b@tp=2")
+    assert (found["max_move_bytes"], found["way"]) == (16 << 10, "slots")
+    assert found["cheapest"][-1]["saved_seconds"] / found["seconds"] == pytest.approx(
+        0.27, abs=0.01
+    )

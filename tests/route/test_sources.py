@@ -55,8 +55,12 @@ def test_a_rank_with_equal_peers_reads_from_its_counterpart_alone():
 def test_what_no_source_holds_is_refused_by_name():
     peers = ranks("llama-3.2-1b", 4)
     (alone,) = ranks("llama-3.2-1b", 1)
-    with pytest.raises(RouteError, match=r"no source holds heads \[6, 8\)"):
+    with pytest.raises(RouteError, match=r"no source holds heads \[6, 8\)") as caught:
         sources(peers[:3], alone)
+    fields = caught.value.differences[:-1]
+    assert [text.split(":")[1] for text in fields] == [" field 'k'", " field 'v'"]
+    assert all(text.startswith("16 layers, ") for text in fields)
+    assert caught.value.differences[-1].startswith("3 of 4 ranks are there: one ticket per rank")
 
 
 def test_differences_name_the_source():

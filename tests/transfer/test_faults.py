@@ -305,5 +305,6 @@ def test_a_missing_source_is_refused(nodes, fabric):
     result = whole.pull([ticket], rows_for(whole.layout, 16, 2))
     assert result["kind"] == "refused"
     assert "no source holds" in result["error"]
+    assert "1 of 2 ranks are there: one ticket per rank" in result["error"]
     for node in (half, whole):
         node.close()

@@ -207,7 +207,7 @@ class RouteReport:
         ]
         yield table(("group", "tokens", "moves", "bytes", "smallest", "largest"), groups)
         yield (
-            "per destination block that has no neighbour of its request beside it;\n"
+            "per destination block, assuming scattered blocks;\n"
             "moves of neighbouring blocks are joined where both sides allow it"
         )
         columns = "rank", "tp_rank", "pp_rank", "moves_per_block", "bytes_per_block"
@@ -226,9 +226,10 @@ class RouteReport:
         yield self._orders_text()
 
     def _orders_text(self) -> str:
-        lines = [("as given", self._facts)]
-        lines += [(CHANGES[each["change"]], each) for each in self._facts["cheapest"]]
-        least, present = min(each["seconds"] for _, each in lines), self._facts["seconds"]
+        facts, present = self._facts, self._facts["seconds"]
+        lines = [("as given", facts)]
+        lines += [(CHANGES[each["change"]], each) for each in facts["cheapest"]]
+        least = min(each["seconds"] for _, each in lines)
         rows = [
             (
                 name,
@@ -237,6 +238,8 @@ class RouteReport:
                 each["way"],
                 f"{_duration(each['seconds'])} {' ←'[each['seconds'] == least]}",
             )
+            if each is facts or each["orders"] != facts["orders"]
+            else (name, "no better order", "", "", "")
             for name, each in lines
         ]
         shown = table(("with", "orders", "moves per block", "way", "time"), rows, num_left=2)

@@ -7,5 +7,6 @@ lanes     the copies of one pair of blocks, and of many; what is equal inside tr
 copies    source, destination, nbytes: the one type for copies
 route     Route: from layout to layout, for any request
 sources   which peers bring what
+ways      which way pieces take over a network, by what each way brings
 price     what a route costs before anything is sent, by the way that an agent takes
 """

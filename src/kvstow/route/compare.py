@@ -15,17 +15,29 @@ def differences(source: Layout, destination: Layout) -> tuple[str, ...]:
     A pipeline stage lacks layers, and that is no difference.
     """
     texts = list(_models(source, destination))
-    by_text: dict[str, list[str]] = {}
+    return (*texts, *by_layers(_layers(source, destination)))
+
+
+def _layers(source: Layout, destination: Layout) -> Iterator[tuple[str, str]]:
+    """The differences, each with the name of its layer."""
     for name, (_, there, _) in destination.layers.items():
         if name in source.layers:
             for text in layer_differences(source.layers[name][1], there):
-                by_text.setdefault(text, []).append(name)
+                yield name, text
         elif source.pp[1] == 1:
-            by_text.setdefault("missing in the source, held by the destination", []).append(name)
+            yield name, "missing in the source, held by the destination"
     if destination.pp[1] == 1:
-        missing = [name for name in source.layers if name not in destination.layers]
-        by_text |= {"held by the source, missing in the destination": missing} if missing else {}
-    return (*texts, *(f"{_named(names)}: {text}" for text, names in by_text.items()))
+        for name in source.layers:
+            if name not in destination.layers:
+                yield name, "held by the source, missing in the destination"
+
+
+def by_layers(lines: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Each text once, behind the layers that it is about."""
+    names: dict[str, list[str]] = {}
+    for name, text in lines:
+        names.setdefault(text, []).append(name)
+    return tuple(f"{_named(layers)}: {text}" for text, layers in names.items())
 
 
 def _models(source: Layout, destination: Layout) -> Iterator[str]:

@@ -12,14 +12,9 @@ from math import ceil, lcm
 from typing import Literal
 
 from kvstow.route.route import GroupPair, Route
+from kvstow.route.ways import LONG_BYTES, PROBE_BYTES, PROBE_COPIES, SLOTS_SHARE, Path, Rates
 
 Way = Literal["mapped", "direct", "slots"]
-
-PREFER_DIRECT = 2.0
-"""Slots cost both sides work: they have to be so much faster."""
-
-SLOTS_SHARE = 0.7
-"""What is left of a link's rate when rows are copied on both ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +58,8 @@ def price(pairs: Iterable[GroupPair]) -> Price:
 class Link:
     """What bytes travel on: how fast they flow, and what each copy costs more.
 
-    On one node an agent maps its peer's memory. Otherwise it takes slots where they are
-    `PREFER_DIRECT` times as fast as copying directly.
+    On one node an agent maps its peer's memory. Otherwise it goes by the rates that it would
+    measure.
     """
 
     name: str
@@ -79,12 +74,20 @@ class Link:
             return {"mapped": seconds}
         return {"direct": seconds, "slots": nbytes / (SLOTS_SHARE * self.bytes_per_second)}
 
-    def way(self, num_copies: int, nbytes: int) -> Way:
-        """The way that an agent takes."""
-        ways = self.ways(num_copies, nbytes)
-        if "mapped" in ways:
+    @property
+    def path(self) -> Path:
+        """What an agent measures here: its probes, in one piece and in many."""
+        long, short = (
+            PROBE_BYTES / self.ways(num_copies, PROBE_BYTES)["direct"]
+            for num_copies in (1, PROBE_COPIES)
+        )
+        return Path(read=Rates(long, short), slots=SLOTS_SHARE * long)
+
+    def way(self, mean_bytes: int) -> Way:
+        """The way that an agent takes for pieces of this length."""
+        if self.is_one_node:
             return "mapped"
-        return "slots" if ways["direct"] > PREFER_DIRECT * ways["slots"] else "direct"
+        return "slots" if self.path.way_of(mean_bytes) == "slots" else "direct"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,9 @@ class RequestPrice:
             nbytes += ceil(block.nbytes * count)
             copies_per_block += block.copies
             bytes_per_block += block.nbytes
-        way, ways = link.way(copies, nbytes), link.ways(copies, nbytes)
+        is_equal = route.source == route.destination  # its whole rows count as long pieces
+        way = link.way(LONG_BYTES if is_equal else route.mean_bytes)
+        ways = link.ways(copies, nbytes)
         return RequestPrice(
             copies_per_block=copies_per_block,
             bytes_per_block=bytes_per_block,

@@ -119,6 +119,12 @@ class Route:
         """Every copy of every kind of full block pair."""
         return tuple(lanes for pair in self.pairs for lanes in pair.period)
 
+    @cached_property
+    def mean_bytes(self) -> int:
+        """The mean length of the pieces."""
+        kinds = [lanes.copies for lanes in self.lanes]
+        return sum(each.total for each in kinds) // max(1, sum(map(len, kinds)))
+
     def copies(
         self,
         source: Mapping[int, Blocks],

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvstow.errors import RouteError
 from kvstow.plan.layout import Layout
 from kvstow.plan.spec import Extent, LayerSpec
-from kvstow.route.compare import differences
+from kvstow.route.compare import by_layers, differences
 from kvstow.route.overlap import Box, Interval
 from kvstow.route.route import Claims, Route, plan_route
 
@@ -64,7 +64,7 @@ def sources(
     if unlike:
         raise RouteError(tuple(f"source {', '.join(of)}: {text}" for text, of in unlike.items()))
     pieces = _pieces(layouts, destination)
-    _check_held(pieces)
+    _check_held(pieces, layouts)
     choice = _choose(pieces, destination.tp[0] + turn)
     claims: dict[int, dict[str, dict[str, list[Box]]]] = {}
     for name, piece in pieces:
@@ -94,15 +94,23 @@ def _choose(pieces: _Pieces, turn: int) -> Mapping[Holders, int]:
     return choice
 
 
-def _check_held(pieces: _Pieces) -> None:
-    lacking = [
-        f"layer {name!r}: field {piece.field!r}: no source holds "
-        f"heads [{piece.box[0][0]}, {piece.box[0][1]}), {list(piece.box[1:])} of its axes"
+def _check_held(pieces: _Pieces, layouts: Sequence[Layout]) -> None:
+    lacking = by_layers(
+        (
+            name,
+            f"field {piece.field!r}: no source holds heads [{piece.box[0][0]}, "
+            f"{piece.box[0][1]}), {list(piece.box[1:])} of its axes",
+        )
         for name, piece in pieces
         if not piece.holders
-    ]
-    if lacking:
-        raise RouteError(tuple(lacking))
+    )
+    if not lacking:
+        return
+    ranks = {(layout.tp[0], layout.pp[0]) for layout in layouts}
+    needed = max((layout.tp[1] * layout.pp[1] for layout in layouts), default=1)
+    if len(ranks) < needed:
+        lacking += (f"{len(ranks)} of {needed} ranks are there: one ticket per rank is needed",)
+    raise RouteError(lacking)
 
 
 def _pieces(layouts: Sequence[Layout], destination: Layout) -> _Pieces:

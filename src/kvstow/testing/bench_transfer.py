@@ -33,9 +33,10 @@ import numpy.typing as npt
 import torch
 
 from kvstow.errors import TransferError
+from kvstow.route.ways import LONG_BYTES
 from kvstow.testing.timed_agent import SPARE, Producer, Setting, TimedAgent, TimedNixl, producing
 from kvstow.transfer.loop import SOON
-from kvstow.transfer.options import LONG_BYTES, DigestPolicy, Way
+from kvstow.transfer.options import DigestPolicy, Way
 from kvstow.transfer.transport.base import Region
 from kvstow.transfer.transport.nixl import OPERATIONS
 

@@ -14,9 +14,6 @@ Way = Literal["mapped", "read", "write", "slots"]
 its place; the producer writes it there; or both copy pieces through slots, which the consumer reads
 whole."""
 
-LONG_BYTES = 32 << 10
-"""A piece from this length on counts as a long one."""
-
 DigestPolicy = Literal["always", "sample", "off"]
 
 SILENT_BEATS = 30

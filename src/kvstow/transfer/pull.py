@@ -19,6 +19,7 @@ from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens, block_span
 from kvstow.route.copies import Copies
 from kvstow.route.route import Claims
+from kvstow.route.ways import LONG_BYTES
 from kvstow.transfer.channel.messages import Begun, Ids, Sample, TellDigest, Write, Written
 from kvstow.transfer.digests import (
     LEAST_SHARE,
@@ -30,7 +31,7 @@ from kvstow.transfer.digests import (
 )
 from kvstow.transfer.fence import CounterRead, changed, check_fence, ready_reads
 from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Routine, bug, together
-from kvstow.transfer.options import LONG_BYTES, DigestPolicy, Way
+from kvstow.transfer.options import DigestPolicy, Way
 from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
 from kvstow.transfer.peers.flight import chunk_bytes, move_copies
 from kvstow.transfer.slots import SLOTS, fetch_pieces, pieces
@@ -200,7 +201,7 @@ def way_of(endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan) -
     if plan.route is None:
         return "read"
     is_equal = source.peer.fingerprint == endpoint.fingerprint
-    return order.direction or path.way_of(LONG_BYTES if is_equal else plan.mean_bytes)
+    return order.direction or path.way_of(LONG_BYTES if is_equal else plan.route.mean_bytes)
 
 
 def slot_bytes(endpoint: Endpoint, source: Source) -> int:

@@ -196,13 +196,6 @@ class SourcePlan:
         """The claims for a message."""
         return packed_claims(self.claims) if self.is_part and self.claims is not None else None
 
-    @cached_property
-    def mean_bytes(self) -> int:
-        """The mean length of the pieces that the route copies."""
-        assert self.route is not None
-        kinds = [kind.copies for pair in self.route.pairs for kind in pair.period]
-        return sum(each.total for each in kinds) // max(1, sum(map(len, kinds)))
-
 
 class SourcePlans:
     """Who brings what into this layout, for each set of sources computed once."""

@@ -1,4 +1,4 @@
-"""The way that is chosen between two agents."""
+"""What agents measure at first contact."""
 
 from concurrent.futures import Future
 
@@ -11,40 +11,11 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
-from kvstow.transfer.options import LONG_BYTES
-from kvstow.transfer.peers.probe import Path, Rates, _slot_rate
+from kvstow.route.ways import Path, Rates
+from kvstow.transfer.peers.probe import _slot_rate
 from kvstow.transfer.slots import SLOTS, Stage
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import CANARY, Node, attention, rows_for
-
-
-@pytest.mark.parametrize(
-    ("read", "write", "slots", "expected"),
-    [
-        (5.0, 5.0, 0.0, "read"),
-        (5.0, 9.0, 0.0, "read"),
-        (0.48, 144.0, 3.0, "write"),  # one H200, device to device
-        (0.44, 0.6, 3.2, "slots"),  # one H200, device to host
-        (5.0, 0.0, 9.0, "read"),
-        (0.0, 0.0, 0.0, "read"),
-    ],
-)
-def test_the_fastest_way_is_chosen_and_the_simpler_one_where_there_is_little_to_gain(
-    read, write, slots, expected
-):
-    path = Path(read=Rates(read, read), write=Rates(write, write), slots=slots)
-    assert path.way_of(1) == path.way_of(1 << 30) == expected
-
-
-def test_long_and_short_pieces_go_their_own_ways():
-    # TCP between two hosts: pieces at a fifth of the rate of rows
-    path = Path(read=Rates(2.8e9, 0.5e9), write=Rates(2.6e9, 0.9e9), slots=1.96e9)
-    assert path.way_of(LONG_BYTES) == "read"
-    assert path.way_of(LONG_BYTES - 1) == "slots"
-
-
-# ── agents ────────────────────────────────────────────────────────────────────────────
-
 
 TOKENS = 30
 

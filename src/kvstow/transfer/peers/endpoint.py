@@ -23,6 +23,7 @@ from kvstow.plan.manifest import encode, fingerprint
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
+from kvstow.route.ways import PROBE_BYTES
 from kvstow.transfer.channel.messages import Card, RegionCard, Welcome
 from kvstow.transfer.fence import ENTRY_BYTES
 from kvstow.transfer.metrics import TransferMetrics
@@ -44,7 +45,6 @@ from kvstow.transfer.transport.mapped import MappedPeer, NodeMemory, ThisNode, p
 
 log = getLogger(__name__)
 
-PROBE_BYTES = 4 << 20
 SLOT_BYTES, DEVICE_SLOT_BYTES = 2 << 20, 32 << 20
 """The size of a slot; the second one where the arena is on a device."""
 

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from kvstow.errors import NotShared, RouteError, TransferError
 from kvstow.plan.layout import Layout
+from kvstow.route.ways import LONG_BYTES, Path
 from kvstow.transfer.channel.framing import Session
 from kvstow.transfer.channel.messages import (
     Alive,
@@ -32,9 +33,9 @@ from kvstow.transfer.channel.messages import (
     Written,
 )
 from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Mailbox, Routine, Task
-from kvstow.transfer.options import LONG_BYTES, SILENT_BEATS
+from kvstow.transfer.options import SILENT_BEATS
 from kvstow.transfer.peers.endpoint import Endpoint
-from kvstow.transfer.peers.probe import UNMEASURED, Path, measure_path
+from kvstow.transfer.peers.probe import UNMEASURED, measure_path
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.base import lost
 from kvstow.transfer.transport.mapped import MappedPeer

@@ -1,20 +1,18 @@
 """Which way bytes go: measured at first contact, because it can be a factor of 300.
 
-Every way is measured with one long piece and with many short ones. Pieces of a pull count as what
-they are like; there is no model of costs in between.
+Every way is measured with one long piece and with many short ones.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstow.errors import TransferError
 from kvstow.route.copies import Copies
+from kvstow.route.ways import PROBE_BYTES, PROBE_COPIES, SLOTS_SHARE, Path, Rates
 from kvstow.transfer.channel.messages import AskProbe, Card, TellProbe
 from kvstow.transfer.loop import Routine
-from kvstow.transfer.options import LONG_BYTES, Way
-from kvstow.transfer.peers.endpoint import PROBE_BYTES, Endpoint
+from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.flight import Flight, move_copies
 from kvstow.transfer.slots import when_quiet
 from kvstow.transfer.transport.base import Direction, Kinds
@@ -25,43 +23,6 @@ if TYPE_CHECKING:
 
 LONG_PROBES, SHORT_PROBES = 5, 2
 """How often each is measured. The first one also connects, so it never counts alone."""
-
-PROBE_COPIES = 512
-"""So many short pieces are copied: they are of 8 KiB, like a page of one head."""
-
-PREFER_READ = 2.0
-"""Other ways cost the producer work: they have to be so much faster to be chosen."""
-
-SLOTS_SHARE = 0.7
-"""What is left of the rate between two hosts' memories when rows are copied on both ends."""
-
-
-class Rates(NamedTuple):
-    """Bytes per second of a long piece, and of many short ones; 0 where not measured."""
-
-    long: float = 0.0
-    short: float = 0.0
-
-
-NO_RATES = Rates()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Path:
-    """The way to take, by what each was measured to bring. `slots` is the same for all pieces."""
-
-    read: Rates = NO_RATES
-    write: Rates = NO_RATES
-    slots: float = 0.0
-
-    def way_of(self, mean_bytes: int) -> Way:
-        """The fastest way for pieces of this length; the simpler one where two are about equal."""
-        which = 0 if mean_bytes >= LONG_BYTES else 1
-        read, write = self.read[which], self.write[which]
-        if self.slots > PREFER_READ * max(read, write):
-            return "slots"
-        return "write" if write > PREFER_READ * read else "read"
-
 
 UNMEASURED = Path()
 """Of a peer that is mapped, or where a way is forced."""
