@@ -26,8 +26,8 @@ def test_a_gpu_alone_asks_how_many_requests_fit():
     assert document["gpus"] == 2
     assert document["max_requests"] == 2 * document["ranks"][0]["requests"] > 0
     assert document["answer"].startswith(f"{document['max_requests']} requests of 4,096 tokens")
-    low, high = document["concurrency"]
-    assert document["max_requests"] <= low < high
+    low, high = document["concurrency"]  # of each replica
+    assert document["max_requests"] == 2 * int(low) < 2 * high
     assert document["kv_tokens"] == pytest.approx([low * 4096, high * 4096], rel=1e-3)
     assert "--data-parallel-size 2" in document["command"]
 
@@ -72,6 +72,58 @@ def test_a_model_that_does_not_fit_ends_with_1_and_says_what_would_do():
     assert document["max_requests"] == 0
     assert "× h100 (tp" in document["answer"]
     assert size("llama-3.1-405b", "--gpu", "1GiB", "--requests", "3", code=1)["clusters"] == []
+
+
+def test_of_equally_many_gpus_those_with_the_most_requests_are_recommended():
+    document = size("deepseek-v3", "--gpu", "h200", "--requests", "100")
+    equal = [each for each in document["clusters"] if each["gpus"] == document["gpus"] == 8]
+    assert len(equal) > 4
+    assert document["max_requests"] == max(each["max_requests"] for each in equal)
+    assert "Without pipeline stages 8 × h200 (tp 1, dp 8, experts shared" in document["answer"]
+
+
+def test_the_size_of_the_cache_depends_on_neither_replicas_nor_what_requests_share():
+    arguments = ("llama-3.1-8b", "--gpu", "h100")
+    usual = size(*arguments)
+    more = ("--dp", "2", "--shared-tokens", "4096", "--output-tokens", "4096")
+    several = size(*arguments, *more, "--max-num-seqs", "1024")
+    for key in ("concurrency", "kv_tokens"):
+        assert several[key] == usual[key]
+    assert several["max_requests"] > 2 * usual["max_requests"]
+    low, high = usual["kv_tokens"]
+    assert f"GPU KV cache size: {low:,} to {high:,} tokens" in invoke(*arguments).stdout
+
+
+def test_no_more_requests_fit_than_may_run():
+    document = size(
+        *("llama-3.1-8b", "--gpu", "h100", "--tokens", "512", "--max-num-seqs", "16", "--dp", "2")
+    )
+    assert document["max_requests"] == document["max_requests_at_most"] == 32
+    assert "--max-num-seqs is the limit" in document["answer"]
+    cluster = size(
+        *("llama-3.1-8b", "--gpu", "h100", "--requests", "100", "--max-num-seqs", "16"),
+        *("--tp", "1", "--pp", "1"),
+    )
+    assert cluster["dp"] == 7
+
+
+def test_what_only_may_fit_is_no_error():
+    """Of 80 GB with 61 GiB of weights, 1.7 to 8.6 GiB are left."""
+    result = invoke("qwen2.5-32b", "--gpu", "h100", "--tokens", "16384")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert "may fit on 1 × h100" in result.stdout
+    assert "vllm serve" in result.stdout
+    assert "vllm serve" not in invoke("qwen2.5-32b", "--gpu", "h100", "--tokens", "99999").stdout
+
+
+def test_nvidias_largest_gpus_compute_more_tokens_per_step():
+    few, usual = (
+        size("llama-3.1-8b", "--gpu", "b200", *more)["overhead"]["activations"][0]
+        for more in (("--max-batched-tokens", "8192"), ())
+    )
+    assert usual == 2 * few
+    assert size("llama-3.1-8b", "--gpu", "b200")["utilization"] == 0.92
 
 
 @pytest.mark.parametrize(
@@ -175,7 +227,7 @@ def test_a_prefix_that_all_requests_share_is_counted_once():
 
 
 def test_a_model_of_latents_and_experts_gets_replicas_that_share_the_experts():
-    document = size("deepseek-v3", "--gpu", "h200", "--requests", "300")
+    document = size("deepseek-v3", "--gpu", "h200", "--requests", "300", "--pp", "1")
     assert document["shares_experts"]
     assert document["tp"] == 1
     assert "--enable-expert-parallel" in document["command"].replace("\\\n", "").split()

@@ -79,6 +79,13 @@ MaxBatchedTokens = Annotated[
 MaxNumSeqs = Annotated[
     int | None, typer.Option(min=1, help="Requests that may run at once.", show_default="vLLM's")
 ]
+AsyncScheduling = Annotated[
+    bool,
+    typer.Option(
+        "--async-scheduling/--no-async-scheduling",
+        help="Whether vLLM plans a step while another one runs, which reserves more for windows.",
+    ),
+]
 Reserve = Annotated[
     int | None,
     options.size_option(
@@ -144,9 +151,10 @@ def size(
     weights_bytes: WeightsBytes = None,
     weights_dtype: WeightsDtype = None,
     engine: Engines = "vllm",
-    utilization: Utilization = 0.9,
+    utilization: Utilization = 0.92,
     max_batched_tokens: MaxBatchedTokens = None,
     max_num_seqs: MaxNumSeqs = None,
+    async_scheduling: AsyncScheduling = True,
     reserve: Reserve = None,
     requests_per_hour: RequestsPerHour = None,
     store_hours: StoreHours = 24,
@@ -156,7 +164,7 @@ def size(
     Weights, cache and what the engine takes are counted. With --gpu alone, shows how many requests
     fit. With --requests alone, how much memory they need. With both, the smallest cluster,
     searched over tp, pp and replicas. With --requests-per-hour, what a store on host or disk takes.
-    Exits with 1 if not one request fits for certain.
+    Exits with 1 if not one request can fit.
     """
     from kvstow.plan.sizing.cluster import PP, TP, Gpu, SizeQuestion
     from kvstow.plan.sizing.reports import size_report
@@ -198,6 +206,7 @@ def size(
                 utilization=utilization,
                 max_batched_tokens=max_batched_tokens,
                 max_num_seqs=max_num_seqs,
+                async_scheduling=async_scheduling,
                 reserve=reserve,
             ),
             kv_dtypes=kv_dtypes,

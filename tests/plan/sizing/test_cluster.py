@@ -167,20 +167,20 @@ GIB = 1 << 30
 LOGS = [
     # https://github.com/vllm-project/vllm/pull/10511: total_gpu_memory 79.22GiB, weights 14.96,
     # non_torch_memory 1.79, activation peak 1.26; that version ran 256 requests at most
-    ("llama-3-8b", None, "h100", Engine(max_num_seqs=256), 1, 53.29),
+    ("llama-3-8b", None, "h100", Engine(utilization=0.9, max_num_seqs=256), 1, 53.29),
     # https://github.com/vllm-project/vllm/issues/21348: 178,880 tokens
-    ("qwen3-235b-a22b", "fp8", "h100", Engine(), 4, 8.11),
+    ("qwen3-235b-a22b", "fp8", "h100", Engine(utilization=0.9), 4, 8.11),
     # https://github.com/vllm-project/vllm/issues/27508
     ("gpt-oss-120b", None, "h100", Engine(utilization=0.95, max_batched_tokens=1024), 1, 1.71),
     # https://github.com/vllm-project/vllm/issues/23278: "Model loading took 65.9651 GiB"
-    ("gpt-oss-120b", None, "h100", Engine(), 1, -2.14),
+    ("gpt-oss-120b", None, "h100", Engine(utilization=0.9), 1, -2.14),
     # https://myoceane.fr/index.php/ai-vllm-a100-gemma-4/, vLLM 0.19: "Model loading took 13.72 GiB"
     ("gpt-oss-20b", None, "a100-80", Engine(utilization=0.65), 1, 36.56),
     # https://github.com/vllm-project/vllm/issues/15815: total_gpu_memory 44.42GiB, weights 30.71,
     # non_torch_memory 0.30, activation peak 1.26
-    ("qwen2.5-32b", None, "l40s", Engine(), 2, 7.71),
+    ("qwen2.5-32b", None, "l40s", Engine(utilization=0.9), 2, 7.71),
     # https://github.com/vllm-project/vllm/issues/12529: total_gpu_memory 7.75GiB, weights 3.34
-    ("qwen2.5-1.5b", None, "8GiB", Engine(), 1, 2.20),
+    ("qwen2.5-1.5b", None, "8GiB", Engine(utilization=0.9), 1, 2.20),
 ]
 
 
@@ -216,6 +216,43 @@ def test_tokens_and_concurrency_are_those_of_the_log():
     kv_tokens, concurrency = found.figures["kv_tokens"][0], found.figures["concurrency"][0]
     assert kv_tokens == pytest.approx(178_880, rel=0.02)
     assert concurrency == pytest.approx(kv_tokens / 1024, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "gib", "concurrency", "tokens"),
+    [  # as vLLM 0.32 counts them for requests of 8,192 tokens, in steps of as many
+        ("gpt-oss-20b", 1, 46.94, 125.05, 1_024_415),
+        ("gemma-3-27b", 1, 6.48, 1.48, 12_112),
+        ("llama-3.1-70b", 4, 27.17, 43.47, 356_112),
+    ],
+)
+def test_blocks_are_counted_as_vllm_counts_them(model, tp, gib, concurrency, tokens):
+    engine = Engine(max_batched_tokens=8192, utilization=1.0, async_scheduling=False)
+    one = replace(question(model, tp=tp, weights=0), engine=engine)
+    counts = one.sized(int(gib * GIB)).concurrency
+    assert counts == pytest.approx(concurrency, abs=0.005)
+    assert int(counts * 8192) == pytest.approx(tokens, rel=1e-4)
+
+
+def test_a_step_that_is_planned_ahead_reserves_more_of_windows():
+    """One of 1,023 + 2,048 tokens, or of 1,023 + 4,096, in 6 of 7 groups."""
+    one = question("gemma-3-27b", tokens=16384, weights=0)
+    ahead, not_ahead = (
+        replace(one, engine=Engine(max_batched_tokens=2048, async_scheduling=is_async)).sized(
+            64 * GIB
+        )
+        for is_async in (True, False)
+    )
+    blocks = (64 * GIB) // (10 * 131072)
+    assert ahead.concurrency == blocks / (1024 + 6 * (5119 // 16 + 2))
+    assert not_ahead.concurrency == blocks / (1024 + 6 * (3071 // 16 + 2))
+
+
+def test_states_and_a_checkpoint_are_counted_in_blocks_as_long_as_a_state():
+    one = replace(question("qwen3-next-80b", weights=0), engine=Engine())
+    page = 16 * 2 * 2 * 256 * 2 * 34  # 544 tokens of 2 kv heads, no shorter than a state
+    blocks = (40 * GIB) // (12 * page)
+    assert one.sized(40 * GIB).concurrency == blocks / (16 + 3 * 2)
 
 
 def test_what_is_said_of_the_engine_is_taken_and_what_it_cannot_be_is_refused():

@@ -2,14 +2,16 @@
 
 A request needs a fixed part (windows, states, encoder rows: bounded for any length) and
 a part that grows with its tokens. Slabs are handed out whole, so `k` requests fit when
-their rows, rounded up to slabs group by group, do.
+their rows, rounded up to slabs group by group, do. That is kvstow's own packing; what fits into
+the blocks of vLLM is `vllm_concurrency`.
 """
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from kvstow.plan.group import Group, level_pages
 from kvstow.plan.layout import NULL_SLABS, Layout
-from kvstow.plan.retention import Full, seen_blocks
+from kvstow.plan.retention import Chunk, Encoder, Full, State, Window, seen_blocks
 from kvstow.plan.view import ceil_div
 
 PREFILL_TOKENS = 2048
@@ -108,6 +110,56 @@ def concurrency(layout: Layout, num_tokens: int, shared_tokens: int = 0) -> floa
         once = sum((whole[g] - rows[g][0]) * part[g] for g in sharing)
         counts.append(float((layout.num_slabs - NULL_SLABS - once) / each))
     return max(0.0, min(counts))
+
+
+# ── vLLM's blocks ─────────────────────────────────────────────────────────────────────
+
+
+def vllm_concurrency(
+    groups: Sequence[Group], nbytes: int, num_tokens: int, *, in_flight: int, shared_tokens: int = 0
+) -> float:
+    """How many requests of `num_tokens` fit into so many bytes, as vLLM counts it in its log.
+
+    It cuts each kind of layers into groups of equally many, pads their pages to one size, and
+    lets all of them draw on one pool: a block of any of them takes the same bytes. A request holds
+    of a window what it sees and what is `in_flight`, and of recurrent layers the running
+    state and a checkpoint. Where all layers are of one kind, they are one group.
+    """
+    groups = level_pages(groups)
+    pages = [max(layer.page_bytes for layer in group.layers) for group in groups]
+    counts = [len(group.layers) for group in groups]
+    size = max(counts) if 2 * max(counts) < 3 * min(counts) else min(counts)
+    block_bytes = groups[0].page_bytes if len(groups) == 1 else size * max(pages)
+    each = once = 0
+    for group, page, count in zip(groups, pages, counts, strict=True):
+        wider = 1 if max(pages) % page else max(pages) // page
+        block_tokens = group.block_tokens * wider
+        shared = shared_tokens // block_tokens if isinstance(group.retention, Full) else 0
+        needed = _vllm_blocks(group, num_tokens, block_tokens, in_flight, alone=len(groups) == 1)
+        parts = ceil_div(count, size)
+        each += parts * (needed - shared)
+        once += parts * shared
+    return max(0.0, (nbytes // block_bytes - once) / each)
+
+
+def _vllm_blocks(
+    group: Group, num_tokens: int, block_tokens: int, in_flight: int, *, alone: bool
+) -> int:
+    """Blocks of a group that vLLM reserves for a request."""
+    match group.retention:
+        case Full():
+            return ceil_div(num_tokens, block_tokens)
+        case Window(tokens):
+            return ceil_div(min(tokens - 1 + in_flight, num_tokens), block_tokens) + 1
+        case Chunk(tokens):
+            return ceil_div(min(tokens + in_flight, num_tokens), block_tokens)
+        case State():
+            return 1 if alone else 2
+        case Encoder(tokens):
+            return ceil_div(tokens, block_tokens)
+
+
+# ── the most that fits ────────────────────────────────────────────────────────────────
 
 
 def max_requests(layout: Layout, num_tokens: int, shared_tokens: int = 0) -> int:

@@ -32,7 +32,13 @@ from kvstow.errors import KvstowError, PlanError
 from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.models.config import Config
 from kvstow.plan.retention import State
-from kvstow.plan.sizing.capacity import concurrency, max_requests, request_bytes, slabs_needed
+from kvstow.plan.sizing.capacity import (
+    concurrency,
+    max_requests,
+    request_bytes,
+    slabs_needed,
+    vllm_concurrency,
+)
 from kvstow.plan.sizing.plan import Deployment, Plan
 from kvstow.plan.sizing.weights import Weights
 from kvstow.plan.view import align_up, ceil_div, check_count, parse_size
@@ -102,6 +108,9 @@ HIDDEN_BYTES = 1 << 29
 LARGE_BYTES = 70 << 30
 """From this memory on vLLM computes more tokens per step, for more requests; not on an A100."""
 
+LARGEST_BYTES = 160 << 30
+"""From this memory on it computes the most."""
+
 LOGIT_BYTES = (12, 34)
 """Per logit: in two dtypes, and its probability; sorted with indices as PyTorch's sampler does."""
 
@@ -134,13 +143,15 @@ Range = tuple[int, int]
 class Engine:
     """The engine's options that decide how much memory is left for the cache.
 
-    `reserve` are the bytes beside weights and cache, where they are known.
+    `reserve` are the bytes beside weights and cache, where they are known. With `async_scheduling`
+    a step is planned while another one runs.
     """
 
     name: EngineName = "vllm"
-    utilization: float = 0.9
+    utilization: float = 0.92
     max_batched_tokens: int | None = None
     max_num_seqs: int | None = None
+    async_scheduling: bool = True
     reserve: int | None = None
 
     def __post_init__(self) -> None:
@@ -168,6 +179,8 @@ class Engine:
         """Tokens of one step, and requests that may run, as vLLM's server chooses them."""
         is_large = gpu_bytes >= LARGE_BYTES and "a100" not in gpu.lower()
         tokens, seqs = (8192, 1024) if is_large else (2048, 256)
+        if gpu_bytes >= LARGEST_BYTES:
+            tokens = 16384
         tokens = self.max_batched_tokens or tokens
         return tokens, min(self.max_num_seqs or seqs, tokens)
 
@@ -230,8 +243,11 @@ class PipelineStage:
     """On a GPU what is left, below 0 where the weights alone do not fit; for a load, its need."""
     request_bytes: int
     requests: int
+    """As many as fit, and the engine runs."""
     concurrency: float
-    """Requests with decimals, were memory divisible; 0 where nothing fits."""
+    """Whole requests of all their tokens with decimals, as the engine counts them."""
+    own_requests: int
+    """As many as fit into kvstow's own packing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,13 +281,18 @@ class Sizing:
 
     @property
     def concurrency(self) -> float:
-        """Requests with decimals on all replicas, as vLLM's log says it."""
-        return self.dp * min(stage.concurrency for stage in self.stages)
+        """Requests with decimals on each replica, as vLLM's log says it."""
+        return min(stage.concurrency for stage in self.stages)
 
     @property
     def max_requests(self) -> int:
         """Requests that fit at once on all replicas together."""
         return self.dp * self.limiting.requests
+
+    @property
+    def own_requests(self) -> int:
+        """Requests that fit into kvstow's own packing, on all replicas together."""
+        return self.dp * min(stage.own_requests for stage in self.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,10 +382,10 @@ class SizeQuestion:
             split = each.held.total_layers * self.deployment.tp
             share = ceil(weights * Fraction(each.held.stage_layers, split))
             layout = self._needed(each, dp) if usable is None else _in_memory(each, usable - share)
-            fit = (0, 0.0)
-            if layout is not None:
-                load = layout, tokens, self.shared_tokens
-                fit = max_requests(*load), concurrency(*load)
+            own = 0 if layout is None else max_requests(layout, tokens, self.shared_tokens)
+            fit = own, 0.0 if layout is None else concurrency(layout, self.tokens)
+            if usable is not None and self.has_vllm_blocks:
+                fit = self._in_blocks(each, max(0, usable - share), tokens)
             rows = layout or each.layout
             stages.append(
                 PipelineStage(
@@ -373,8 +394,9 @@ class SizeQuestion:
                     weights_bytes=share,
                     cache_bytes=rows.nbytes if usable is None else usable - share,
                     request_bytes=request_bytes(rows, tokens),
-                    requests=fit[0],
+                    requests=min(fit[0], self.engine.max_num_seqs or fit[0]),
                     concurrency=fit[1],
+                    own_requests=own,
                 )
             )
         return Sizing(
@@ -385,6 +407,19 @@ class SizeQuestion:
             stages=tuple(stages),
             head_copies=_head_copies(plans[0]),
         )
+
+    @property
+    def has_vllm_blocks(self) -> bool:
+        """Whether the cache is counted in vLLM's blocks; those of DeepSeek V4 are not known."""
+        return self.engine.name == "vllm" and "compress_ratios" not in self.config
+
+    def _in_blocks(self, plan: Plan, nbytes: int, tokens: int) -> tuple[int, float]:
+        """Requests of so many tokens in vLLM's blocks, and its concurrency."""
+        gpu = Gpu("", 0) if self.gpu is None else self.gpu
+        steps = self.deployment.pp + self.engine.async_scheduling
+        in_flight = steps * self.engine.batch(gpu.name, gpu.nbytes)[0]
+        fit = partial(vllm_concurrency, plan.groups, nbytes, in_flight=in_flight)
+        return int(fit(tokens, shared_tokens=self.shared_tokens)), fit(self.tokens)
 
     def _needed(self, plan: Plan, dp: int) -> Layout:
         """The smallest layout for a replica's part of the requests."""
@@ -397,8 +432,8 @@ class SizeQuestion:
         """Every tp × pp × kv dtype that carries the requests for certain, with as many replicas as
         they need, and without stages the same with experts shared out among the replicas.
 
-        The fewest GPUs come first; of equally many, the fewest stages, then the earliest kv
-        dtype, then the fewest replicas. Empty where no split has room for one request.
+        The fewest GPUs come first; of equally many, the most requests, then the fewest stages, the
+        earliest kv dtype, the fewest replicas. Empty where no split has room for one request.
         """
         ranked: list[tuple[tuple[int, ...], Sizing]] = []
         requests = self.requests or 1
@@ -411,7 +446,11 @@ class SizeQuestion:
                 if self.weights.expert_part and pp == 1:
                     shared = (size(dp=dp, shares_experts=True) for dp in EXPERT_DP)
                     enough += islice((x for x in shared if x.max_requests >= requests), 1)
-                ranked += [((x.num_gpus, pp, place, x.dp), x) for x in enough if x.max_requests]
+                ranked += [
+                    ((x.num_gpus, -x.max_requests, pp, place, x.dp), x)
+                    for x in enough
+                    if x.max_requests
+                ]
         by_size = [each for _, each in sorted(ranked, key=lambda pair: pair[0])]
         return tuple(each for each in by_size if self.dp is None or each.dp <= self.dp)
 

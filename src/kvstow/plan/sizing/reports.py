@@ -273,34 +273,39 @@ def size_report(question: SizeQuestion) -> SizeReport:
 def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
     """How many requests fit on GPUs: for certain, and at most."""
     least, most = question.usable(question.deployment.tp)
-    mean = question.mean_tokens
-    low, high = question.sized(least), question.sized(most, tokens=mean)
+    low, high = question.sized(least), question.sized(most, tokens=question.mean_tokens)
     concurrency = round(low.concurrency, 2), round(high.concurrency, 2)
-    kv_tokens = int(low.concurrency * question.tokens), int(high.concurrency * mean)
+    kv_tokens = tuple(int(each.concurrency * question.tokens) for each in (low, high))
+    own = low.own_requests, high.own_requests
     caches = low.limiting.cache_bytes, high.limiting.cache_bytes
     parts = [_stages(low), _terms(question, gpu, low, high), *_repeated(low)]
-    if low.max_requests:
+    if high.max_requests:
+        each = f", on each of {low.dp} replicas" if low.dp > 1 else ""
         counts = (
-            f"KV cache: {_span(*(f'{n:,}' for n in kv_tokens))} tokens\n"
-            f"concurrency for {question.tokens:,} tokens per request: "
+            f"GPU KV cache size: {_span(*(f'{n:,}' for n in kv_tokens))} tokens{each}\n"
+            f"Maximum concurrency for {question.tokens:,} tokens per request: "
             f"{_span(*(f'{n:.2f}x' for n in concurrency))}"
         )
+        if question.has_vllm_blocks and own != (low.max_requests, high.max_requests):
+            packing = _span(*(f"{n:,}" for n in own))
+            counts += f"\nin kvstow's own packing: {packing} requests"
         parts.insert(0, counts)
     return SizeReport(
         question=question,
         kind="fit",
         answer=_fitting(question, low, high) + _reservations(question),
-        fits=low.max_requests > 0,
+        fits=high.max_requests > 0,
         figures={
             **_figures(low),
             "max_requests_at_most": high.max_requests,
+            "own_requests": list(own),
             "concurrency": list(concurrency),
             "kv_tokens": list(kv_tokens),
             "cache_bytes": list(caches),
             "overhead": {k: list(v) for k, v in question.overhead(low.deployment.tp).items()},
         },
         parts=tuple(parts),
-        command=_command(question, low),
+        command=_command(question, low) if high.max_requests else None,
     )
 
 
@@ -309,6 +314,8 @@ def _fitting(question: SizeQuestion, low: Sizing, high: Sizing) -> str:
     gpus, limiting = _gpus(question, low), low.limiting
     if low.max_requests:
         limit = f"; rank {limiting.rank} is the limit" if low.deployment.pp > 1 else ""
+        if limiting.requests == question.engine.max_num_seqs:
+            limit = "; --max-num-seqs is the limit"
         most = "" if high.max_requests == low.max_requests else f", at most {high.max_requests:,},"
         verb = "fits" if low.max_requests == 1 and not most else "fit"
         return f"{_requests(question, low.max_requests)}{most} {verb} at once on {gpus}{limit}."
@@ -316,10 +323,13 @@ def _fitting(question: SizeQuestion, low: Sizing, high: Sizing) -> str:
     left = human(cache) if cache > 0 else f"at most {human(most)}" if most > 0 else "nothing"
     others = replace(question, requests=1, dp=None).clusters()
     hint = f" {_gpus(question, others[0])} would do." if others else ""
+    number, sure = high.max_requests, hint.replace("would do", "would do for certain")
+    start = f"not one request of {question.tokens:,} tokens fits on {gpus}"
+    if number:
+        start = f"{_requests(question, number)}{' at most' * (number > 1)} may fit on {gpus}"
     return (
-        f"not one request of {question.tokens:,} tokens fits for certain on {gpus}: on rank "
-        f"{limiting.rank} {human(limiting.weights_bytes)} of weights leave {left} for the cache."
-        f"{hint}"
+        f"{start}: on rank {limiting.rank} {human(limiting.weights_bytes)} of weights leave {left} "
+        f"for the cache.{sure if number else hint}"
     )
 
 
@@ -384,6 +394,13 @@ def _cluster(question: SizeQuestion) -> SizeReport:
         f"{_gpus(question, best)} {'is' if best.num_gpus == 1 else 'are'} the fewest for {load} "
         f"at once; {best.max_requests:,} would fit."
     )
+    one_stage = (each for each in splits if each.num_gpus == best.num_gpus)
+    plain_split = next((each for each in one_stage if each.deployment.pp == 1), best)
+    if plain_split is not best:
+        answer += (
+            f" Without pipeline stages {_gpus(question, plain_split)} would fit "
+            f"{plain_split.max_requests:,}."
+        )
     columns = ("kv dtype", "GPUs", "tp", "pp", "dp", "weights", "cache", "requests")
     rows = [
         (
