@@ -7,6 +7,16 @@ from typer.testing import CliRunner, Result
 
 from kvstow.cli import app
 
+WHOLE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 1000,
+    "torch_dtype": "bfloat16",
+}
+
 
 def invoke(*arguments: str) -> Result:
     result = CliRunner().invoke(app, ["size", *arguments])
@@ -175,7 +185,7 @@ def test_recurrent_layers_have_no_kv_heads_to_repeat(model, gpu):
 def test_a_request_longer_than_the_model_is_published_for_is_noted():
     arguments = ("llama-3.1-8b", "--gpu", "h200", "--tokens")
     (note,) = size(*arguments, "200000")["notes"]
-    assert "131,072 tokens at most; counted with 200,000" in note
+    assert "131,072 tokens at most; counted with 200,000; the command" in note
     assert size(*arguments, "131072")["notes"] == []
     assert "note: llama-3.1-8b is published for" in invoke(*arguments, "200000").stdout
 
@@ -199,7 +209,7 @@ def test_weights_may_be_counted_in_another_dtype():
     own, fp8 = (
         size("qwen3-8b", *more)["weights"]["bytes"] for more in ((), ("--weights-dtype", "fp8"))
     )
-    assert fp8 == own // 2
+    assert fp8 == own // 2 + 2 * 151_936 * 4096  # the embeddings stay as they are
     assert "nvfp4" in invoke("qwen3-8b", "--weights-dtype", "q4").stderr
 
 
@@ -255,6 +265,43 @@ def test_weights_that_vllm_makes_narrower_when_it_loads_them_are_in_the_command(
     assert "--quantization" not in size(*arguments, "bfloat16")["command"]
 
 
+@pytest.mark.parametrize("dtype", ["int4", "nvfp4", "mxfp4", "int8", "float32"])
+def test_no_command_is_given_that_loads_other_weights_than_were_counted(dtype):
+    document = size("qwen3-8b", "--gpu", "h100", "--weights-dtype", dtype)
+    assert "command" not in document
+    assert any(f"would not load the weights as {dtype}" in note for note in document["notes"])
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("gpt-oss-20b", "fp8"), ("qwen3-8b-fp8", "bfloat16")])
+def test_a_checkpoint_that_is_quantised_is_not_loaded_otherwise(model, dtype):
+    assert "command" not in size(model, "--gpu", "h100", "--weights-dtype", dtype)
+    assert "command" in size(model, "--gpu", "h100")
+
+
+def test_a_quantised_release_is_served_under_its_whole_name():
+    document = size("qwen3-8b-awq", "--gpu", "h100")
+    assert any("give its whole name" in note for note in document["notes"])
+    assert "command" not in document
+    assert "vllm serve Qwen/Qwen3-8B-AWQ" in size("Qwen/Qwen3-8B-AWQ", "--gpu", "h100")["command"]
+
+
+def test_the_command_keeps_to_the_models_own_limit(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(WHOLE | {"max_position_embeddings": 4096}))
+    for model, limit in (("llama-3.1-8b", 131_072), (str(tmp_path), 4096)):
+        document = size(model, "--gpu", "h200", "--tokens", "200000")
+        assert f"--max-model-len {limit} " in document["command"]
+        (note,) = document["notes"]
+        assert f"{limit:,} tokens at most" in note
+        assert "the command keeps to that limit" in note
+    assert f"serve {tmp_path} " in size(str(tmp_path / "config.json"), "--gpu", "h200")["command"]
+
+
+def test_more_gpus_than_a_node_has_are_said_to_be_several_nodes():
+    arguments = ("llama-3.1-8b", "--gpu", "h100", "--tp", "8")
+    assert any("16 GPUs are several nodes" in n for n in size(*arguments, "--dp", "2")["notes"])
+    assert not any("several nodes" in note for note in size(*arguments)["notes"])
+
+
 def test_a_store_takes_the_rows_of_all_requests_of_some_hours():
     """128 KiB a token of Llama-3.1-8B; 500 blocks of 16, the first 100 once for all."""
     row = 16 * 128 * 1024
@@ -280,19 +327,21 @@ def test_of_windows_and_states_a_store_needs_what_the_next_token_sees():
 
 
 def test_a_narrower_cache_that_the_checkpoint_names_is_in_the_answer(tmp_path):
-    config = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 1000,
-        "torch_dtype": "bfloat16",
-        "quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+    quantised = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
     }
+    config = WHOLE | {"quantization_config": quantised}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "(kv_cache_quant_algo): --kv-dtype fp8" in size(str(tmp_path), "--gpu", "l4")["answer"]
-    assert "fp8 halves" not in size(str(tmp_path), "--gpu", "l4", "--kv-dtype", "fp8")["answer"]
+    own, fp8, wide = (
+        size(str(tmp_path), "--gpu", "l4", *more)
+        for more in ((), ("--kv-dtype", "fp8"), ("--kv-dtype", "bfloat16"))
+    )
+    assert "float8_e4m3fn cache as the checkpoint's kv_cache_quant_algo says)" in own["answer"]
+    assert own["max_requests"] == fp8["max_requests"] == pytest.approx(2 * wide["max_requests"], 1)
+    assert "checkpoint" not in wide["answer"] + fp8["answer"]
+    assert "--kv-cache-dtype" not in own["command"]
 
 
 def test_what_the_weights_are_counted_without_is_in_the_answer(tmp_path):

@@ -28,11 +28,16 @@ _USUAL = Alignment()
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that `20GiB`, `512MB` or `1.5TiB` are, exactly."""
+    """The bytes that `20GiB`, `512MB` or `1.5TiB` are; a number below 1,024 lacks its unit."""
     try:
-        return parse_size(text)
+        nbytes = parse_size(text)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from error
+    if nbytes < 1024 and text.strip().isdecimal():
+        raise typer.BadParameter(
+            f"{text!r} is {nbytes} bytes: a unit is missing\n\nhint: {text.strip()}GiB, for example"
+        )
+    return nbytes
 
 
 size_option = partial(typer.Option, parser=parse_bytes, metavar="SIZE")

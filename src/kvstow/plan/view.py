@@ -52,11 +52,12 @@ def check_count(
 
 
 def parse_size(value: int | str) -> int:
-    """The bytes that a size as people write it is, exactly; letters may be large or small.
+    """The bytes that a size as people write it is, a fraction of one left out; letters may be
+    large or small.
 
     20GiB  1.5TiB     powers of 1024
     20G  512M  64k    the same: 20G is 20GiB, as in `docker -m 20g` or `java -Xmx20G`
-    20GB  512MB       powers of 1000
+    20GB  3.05GB      powers of 1000
     21474836480       bytes; as a number or in words
     """
     if isinstance(value, str):
@@ -69,10 +70,8 @@ def parse_size(value: int | str) -> int:
         nbytes = Fraction(value)
     else:
         raise PlanError(f"{value!r} is not a size, but {type(value).__name__}{_SIZE_HINT}")
-    if nbytes.denominator != 1:
-        raise PlanError(f"{value!r} is {float(nbytes)} bytes, not a whole number of them")
-    if not 0 < nbytes < MAX_BYTES:
-        raise PlanError(f"{value!r} is {nbytes} bytes, not in [1, 2^63){_SIZE_HINT}")
+    if not 1 <= nbytes < MAX_BYTES:
+        raise PlanError(f"{value!r} is {float(nbytes):g} bytes, not in [1, 2^63){_SIZE_HINT}")
     return int(nbytes)
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from kvstow.errors import PlanError
 from kvstow.plan.sizing.capacity import concurrency, max_requests
-from kvstow.plan.sizing.cluster import GPUS, VOCABULARIES, Engine, Gpu, SizeQuestion, Sizing
+from kvstow.plan.sizing.cluster import GPUS, Engine, Gpu, SizeQuestion, Sizing
 from kvstow.plan.sizing.plan import Deployment, plan_model
 from kvstow.plan.sizing.reports import SizeReport, size_report
-from kvstow.plan.sizing.weights import Weights, model_weights
+from kvstow.plan.sizing.weights import VOCABULARIES, Weights, model_weights
 
 H100 = 81559 << 20
 USABLE = int(H100 * 0.9)

@@ -258,16 +258,39 @@ def test_a_vision_tower_is_counted_and_draft_layers_are_named():
     assert found.left_out == ("draft layers",)
 
 
-def test_an_fp8_release_of_a_known_model_has_half_the_weights_and_the_same_cache():
-    assert 2 * model_weights("Qwen/Qwen3-8B-FP8").nbytes == model_weights("qwen3-8b").nbytes
-    assert model_layers("qwen3-8b-fp8").layers == model_layers("qwen3-8b").layers
+@pytest.mark.parametrize(
+    ("suffix", "sixteenths"),
+    [("FP8", 16), ("NVFP4", 9), ("AWQ", 8.5), ("GPTQ", 8.5), ("GPTQ-Int8", 16.5)],
+)
+def test_a_quantised_release_of_a_known_model_has_narrower_layers_and_the_same_cache(
+    suffix, sixteenths
+):
+    embeddings = 2 * 151_936 * 4096
+    found = model_weights(f"Qwen/Qwen3-8B-{suffix}").nbytes
+    assert found == round((8_190_000_000 - embeddings) * sixteenths / 16) + 2 * embeddings
+    assert model_layers(f"qwen3-8b-{suffix}").layers == model_layers("qwen3-8b").layers
+
+
+_FLOAT8 = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
 
 
 @pytest.mark.parametrize(
-    "named", [{"kv_cache_scheme": {"num_bits": 8}}, {"kv_cache_quant_algo": "FP8"}]
+    ("named", "bits"),
+    [
+        (_FLOAT8 | {"quant_method": "compressed-tensors"}, 8),
+        (_FLOAT8 | {"quant_method": "modelopt"}, 8),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, 8),
+        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "NVFP4"}}, 4),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "INT8"}, 16),
+        ({"quant_method": "quark", "kv_cache_scheme": {"num_bits": 8}}, 16),
+    ],
 )
-def test_a_quantised_cache_that_the_checkpoint_names_is_said(named):
+def test_a_cache_that_the_checkpoint_names_is_planned_as_vllm_reads_it_and_said(named, bits):
     config = WHOLE | {"quantization_config": named}
-    (note,) = model_layers(config).notes
-    assert next(iter(named)) in note
+    for kv_dtype in (None, "auto"):
+        model = model_layers(config, kv_dtype=kv_dtype)
+        assert model.layers[0].field("k").dtype.bits == bits
+        (note,) = model.notes
+        assert "kv_cache_" in note
+    assert model_layers(config, kv_dtype="bfloat16").layers[0].field("k").dtype.bits == 16
     assert model_layers(config, kv_dtype="fp8").notes == ()

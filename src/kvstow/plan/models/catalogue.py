@@ -54,21 +54,40 @@ def catalogue() -> tuple[str, ...]:
 
 
 def is_known(name: str) -> bool:
-    """Whether a model has that name or alias, with or without `-FP8` behind it."""
-    return _plain(name).removesuffix("-fp8") in _aliases()
+    """Whether a model has that name or alias, with or without `-FP8` or the like behind it."""
+    return _plain(name).removesuffix(quantisation(name)) in _aliases()
+
+
+_RELEASES: dict[str, dict[str, object]] = {
+    "-gptq-int8": {"quant_method": "gptq", "bits": 8},
+    "-gptq-int4": {"quant_method": "gptq", "bits": 4},
+    "-gptq": {"quant_method": "gptq", "bits": 4},
+    "-awq": {"quant_method": "awq", "bits": 4},
+    "-nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "-fp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "-fp8": {"quant_method": "fp8"},
+}
+"""How weights are kept in releases whose names end so."""
+
+
+def quantisation(name: str) -> str:
+    """What a name ends in that says how the weights are kept; empty for a model's own name."""
+    plain = _plain(name)
+    if plain in _aliases():
+        return ""
+    return next((suffix for suffix in _RELEASES if plain.endswith(suffix)), "")
 
 
 def entry(name: str) -> tuple[str, dict[str, object]]:
     """Canonical name and facts of a model by name or alias.
 
-    Case does not matter, nor does an organisation in front (`org/name`). With `-FP8` behind it, the
-    weights are fp8 and the cache is what it was.
+    Case does not matter, nor does an organisation in front (`org/name`). With `-FP8`, `-NVFP4`,
+    `-AWQ` or `-GPTQ` behind it, the weights are kept so and the cache is what it was.
     """
-    key = _aliases().get(_plain(name))
-    base = _aliases().get(_plain(name).removesuffix("-fp8"))
-    if key is None and base is not None:
-        quantised = {"quantization_config": {"quant_method": "fp8"}}
-        return base, entries()[base]["config"] | quantised
+    suffix = quantisation(name)
+    key = _aliases().get(_plain(name).removesuffix(suffix))
+    if key is not None and suffix:
+        return key, entries()[key]["config"] | {"quantization_config": _RELEASES[suffix]}
     if key is None:
         close = close_names(name)
         raise ModelError(

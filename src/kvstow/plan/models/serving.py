@@ -139,12 +139,43 @@ def _dtype(config: Config, keys: Sequence[str], auto: DType) -> DType:
     return dtype
 
 
-def quantised_cache(config: Config) -> str:
-    """The key by which a checkpoint says that its cache is narrower; empty where it does not."""
+@dataclass(frozen=True, slots=True)
+class OwnCache:
+    """The cache's dtype that a checkpoint names, and under which key; None for one that vLLM does
+    not take."""
+
+    key: str
+    dtype: str | None
+
+
+_ALGORITHMS = {"fp8": "fp8", "nvfp4": "nvfp4"}
+
+
+def own_cache(config: Config) -> OwnCache | None:
+    """What a checkpoint says about its cache, as vLLM reads it for `auto`; None where nothing.
+
+    A scheme beside compressed tensors is fp8; modelopt has fp8 and nvfp4.
+    """
     if "quantization_config" not in config:
-        return ""
+        return None
     quantised = config.inner("quantization_config")
-    return quantised.present("kv_cache_scheme", "kv_cache_quant_algo") or ""
+    method = quantised.text("quant_method", "")
+    if "quantization" in quantised:
+        quantised = quantised.inner("quantization")
+    key = quantised.present("kv_cache_scheme", "kv_cache_quant_algo")
+    if key is None:
+        return None
+    scheme = quantised.facts[key]
+    dtype = None
+    if isinstance(scheme, str) and method.startswith("modelopt"):
+        dtype = _ALGORITHMS.get(scheme.lower())
+    elif method.startswith("modelopt"):
+        inner = quantised.inner(key)
+        if inner.text("type", "") == "float":
+            dtype = {8: "fp8", 4: "nvfp4"}.get(inner.count("num_bits", default=0))
+    elif method in ("", "compressed-tensors"):
+        dtype = "fp8"
+    return OwnCache(key, dtype)
 
 
 # ── what the operator chooses ─────────────────────────────────────────────────────────────
@@ -182,9 +213,12 @@ class ServingOptions:
 
     def precision(self, config: Config) -> Precision:
         """How keys, values and latents are stored."""
-        if self.kv_dtype is None or self.keeps_own_dtype:
-            return Precision(own_dtype(config))
-        return precision(self.kv_dtype)
+        if self.kv_dtype is not None and not self.keeps_own_dtype:
+            return precision(self.kv_dtype)
+        named = own_cache(config)
+        if named is not None and named.dtype is not None:
+            return precision(named.dtype)
+        return Precision(own_dtype(config))
 
     def notes(self, config: Config) -> tuple[str, ...]:
         """What is assumed about element types."""
@@ -193,11 +227,9 @@ class ServingOptions:
         notes: tuple[str, ...] = ()
         if not config.present(*_DTYPE):
             notes = (f"no dtype in the configuration: planned as {own_dtype(config)}",)
-        if named := quantised_cache(config):
-            notes += (
-                f"the checkpoint names a quantised cache ({named}): planned as "
-                f"{own_dtype(config)}; with kv_dtype fp8 it takes half",
-            )
+        if named := own_cache(config):
+            dtype = named.dtype or own_dtype(config)
+            notes += (f"the checkpoint names a quantised cache ({named.key}): planned as {dtype}",)
         return notes
 
     def divided(self, what: str, units: int) -> tuple[int, int]:

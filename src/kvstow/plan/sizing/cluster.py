@@ -40,7 +40,7 @@ from kvstow.plan.sizing.capacity import (
     vllm_concurrency,
 )
 from kvstow.plan.sizing.plan import Deployment, Plan
-from kvstow.plan.sizing.weights import Weights
+from kvstow.plan.sizing.weights import Weights, vocabulary
 from kvstow.plan.view import align_up, ceil_div, check_count, parse_size
 
 # fmt: off
@@ -120,18 +120,6 @@ RANK_OUTSIDE_BYTES = (0, 7 << 28)
 
 GRAPH_BYTES = (0, 1 << 30)
 
-VOCABULARIES = {
-    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "qwen3_next"), 151_936),
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "deepseek_v4"), 129_280),
-    "gemma2": 256_000,
-    "gemma3_text": 262_208,
-    "gpt_oss": 201_088,
-    "llama4_text": 202_048,
-}
-"""By model type, where a configuration does not say: the defaults of transformers' classes."""
-USUAL_VOCABULARY = 160_000
-"""Of all others."""
-
 MXFP4_MULTIPLE = 256
 """The kernels that read MXFP4 experts pad their inner sizes to multiples of so many elements."""
 
@@ -192,7 +180,7 @@ class Engine:
             return {}
         tokens, seqs = self.batch(gpu, gpu_bytes)
         step = 2 * tokens * _step_elements(config, tp)
-        logits = seqs * _vocabulary(config)
+        logits = seqs * vocabulary(config)
         extra = RANK_OUTSIDE_BYTES if tp > 1 else (0, 0)
         return {
             "activations": (step, 2 * step),
@@ -200,11 +188,6 @@ class Engine:
             "outside": (OUTSIDE_BYTES[0] + extra[0], OUTSIDE_BYTES[1] + extra[1]),
             "graphs": GRAPH_BYTES,
         }
-
-
-def _vocabulary(config: Config) -> int:
-    usual = VOCABULARIES.get(config.model_type, USUAL_VOCABULARY)
-    return config.count("vocab_size", default=usual)
 
 
 def _step_elements(config: Config, tp: int) -> int:

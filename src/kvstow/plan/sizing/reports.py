@@ -9,14 +9,15 @@ size_report        what `kvstow size` answers: how many requests fit on GPUs, ho
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from textwrap import fill
 from typing import Any, Literal
 
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.manifest import fingerprint
-from kvstow.plan.models.catalogue import entries, published, repository
-from kvstow.plan.models.serving import element, quantised_cache
+from kvstow.plan.models.catalogue import entries, published, quantisation, repository
+from kvstow.plan.models.serving import element, own_cache, own_dtype
 from kvstow.plan.retention import short_name
 from kvstow.plan.sizing.capacity import (
     bytes_per_token,
@@ -190,6 +191,9 @@ def plain(number: Fraction) -> int | float:
 
 # ── kvstow size ───────────────────────────────────────────────────────────────────────
 
+NODE_GPUS = 8
+"""GPUs that a node usually has at most."""
+
 SHOWN = 8
 """Clusters that are listed as text; JSON has all."""
 
@@ -209,18 +213,38 @@ class SizeReport:
     fits: bool = True
     figures: dict[str, Any]
     parts: tuple[str, ...] = ()
-    command: str | None = None
+    split: Sizing | None = None
+    """What the command serves; None where there is none."""
+
+    @cached_property
+    def command(self) -> str | None:
+        """The vLLM command that serves it so; None where none does."""
+        if self.split is None or self._not_served:
+            return None
+        return _command(self.question, self.split)
+
+    @property
+    def _not_served(self) -> str:
+        return "" if self.split is None else _not_served(self.question)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was assumed, and what the answer leaves out."""
         question = self.question
         notes, name = question.deployment.on_rank(0).notes, question.config.name
-        context = published(name).get("context")
-        if context is not None and question.tokens > context:
+        limit = _longest(question)
+        if limit is not None and question.tokens > limit:
+            kept = "" if self.command is None else "; the command keeps to that limit"
             notes += (
-                f"{name} is published for {context:,} tokens at most; counted with "
-                f"{question.tokens:,}",
+                f"{name} is published for {limit:,} tokens at most; counted with "
+                f"{question.tokens:,}{kept}",
+            )
+        if self._not_served:
+            notes += (f"no vllm serve line: {self._not_served}",)
+        if self.command is not None and self.split is not None and self.split.num_gpus > NODE_GPUS:
+            notes += (
+                f"{self.split.num_gpus:,} GPUs are several nodes of {NODE_GPUS}: run the command "
+                "on each with vLLM's options for them, such as --nnodes and --node-rank",
             )
         if self.kind == "fit" and "kv_lora_rank" in question.config:
             notes += (
@@ -305,7 +329,7 @@ def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
             "overhead": {k: list(v) for k, v in question.overhead(low.deployment.tp).items()},
         },
         parts=tuple(parts),
-        command=_command(question, low) if high.max_requests else None,
+        split=low if high.max_requests else None,
     )
 
 
@@ -426,7 +450,7 @@ def _cluster(question: SizeQuestion) -> SizeReport:
             **_figures(best),
         },
         parts=("\n\n".join((table(columns, rows), *legend)), *_repeated(best)),
-        command=_command(question, best),
+        split=best,
     )
 
 
@@ -476,18 +500,19 @@ def _gpus(question: SizeQuestion, sizing: Sizing) -> str:
     sizes = [("tp", split.tp), ("pp", split.pp), ("dp", sizing.dp)]
     parts = [f"{name} {number}" for name, number in sizes if number > 1 or name == "tp"]
     parts += ["experts shared"] if sizing.shares_experts else []
-    return f"{sizing.num_gpus:,} × {gpu} ({', '.join((*parts, f'{sizing.kv_dtype} cache'))})"
+    is_auto = (split.kv_dtype or "auto").lower() == "auto"
+    named = own_cache(question.config) if is_auto else None
+    cache = f"{sizing.kv_dtype} cache"
+    if named is not None and named.dtype is not None:
+        cache += f" as the checkpoint's {named.key} says"
+    return f"{sizing.num_gpus:,} × {gpu} ({', '.join((*parts, cache))})"
 
 
 def _reservations(question: SizeQuestion) -> str:
-    """What the answer leaves out, and that the checkpoint has a narrower cache than is planned."""
-    text = ""
-    if question.weights.left_out:
-        text = f" The weights are counted without {' and '.join(question.weights.left_out)}."
-    named = quantised_cache(question.config) if question.deployment.kv_dtype is None else ""
-    if named:
-        text += f" The checkpoint names a quantised cache ({named}): --kv-dtype fp8 halves it."
-    return text
+    """What the answer leaves out."""
+    if not question.weights.left_out:
+        return ""
+    return f" The weights are counted without {' and '.join(question.weights.left_out)}."
 
 
 def _weights(question: SizeQuestion) -> str:
@@ -507,22 +532,62 @@ def _command(question: SizeQuestion, sizing: Sizing) -> str:
         "pipeline-parallel-size": split.pp if split.pp > 1 else None,
         "data-parallel-size": sizing.dp if sizing.dp > 1 else None,
         "enable-expert-parallel": "" if sizing.shares_experts else None,
-        "max-model-len": question.tokens,
+        "max-model-len": min(question.tokens, _longest(question) or question.tokens),
         "gpu-memory-utilization": engine.utilization,
         "kv-cache-dtype": split.kv_dtype and _vllm_dtype(split.kv_dtype),
         "quantization": "fp8" if question.weights.dtype == "fp8" else None,
         "block-size": split.block_tokens,
         "max-num-batched-tokens": engine.max_batched_tokens,
         "max-num-seqs": engine.max_num_seqs,
+        "no-async-scheduling": None if engine.async_scheduling else "",
     }
     words = [f"--{name} {value}" for name, value in options.items() if value is not None]
     return " \\\n    ".join((f"vllm serve {_repository(question)}", *map(str.rstrip, words)))
+
+
+def _not_served(question: SizeQuestion) -> str:
+    """Why there is no command: vLLM would load other weights than were counted."""
+    dtype, config = question.weights.dtype, question.config
+    model, facts = question.deployment.model, published(config.name)
+    if dtype is not None:
+        own = "" if "quantization_config" not in config else "fp8"
+        if own:
+            own = config.inner("quantization_config").text("quant_method", "")
+        elif "weights_bytes" in facts:
+            own = "other"
+        plain_dtype = element(dtype)
+        is_own = not own and plain_dtype is not None and plain_dtype is own_dtype(config)
+        if not is_own and (dtype != "fp8" or own not in ("", "fp8")):
+            return f"vLLM would not load the weights as {dtype}; name a checkpoint that has them so"
+    if isinstance(model, str) and "/" not in model and quantisation(model) not in ("", "-fp8"):
+        return f"where {model} is released is not known; give its whole name, organisation/model"
+    return ""
+
+
+def _longest(question: SizeQuestion) -> int | None:
+    """The most tokens that the model takes, where it says so."""
+    config = question.config
+    context = published(config.name).get("context")
+    key = config.present("max_position_embeddings", "n_positions", "max_target_positions")
+    if context is not None or key is None:
+        return context
+    most = config.count(key)
+    scaling = config.present("rope_scaling", "rope_parameters")
+    if scaling is None:
+        return most
+    inner = config.inner(scaling)
+    kind, factor = inner.facts.get("rope_type", inner.facts.get("type")), inner.facts.get("factor")
+    if not isinstance(factor, int | float) or kind not in ("linear", "dynamic", "yarn"):
+        return most
+    original = inner.count("original_max_position_embeddings", default=most)
+    return int((original if kind == "yarn" else most) * factor)
 
 
 def _repository(question: SizeQuestion) -> str:
     """Where the model is: its own path, or on the hub, under the name that was typed."""
     model, canonical = question.deployment.model, question.config.name
     name, published = model if isinstance(model, str) else canonical, repository(canonical)
+    name = name.removesuffix("/config.json")
     if not published or "/" in name:
         return name
     owner, _, own = published.partition("/")

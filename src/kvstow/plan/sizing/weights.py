@@ -66,6 +66,18 @@ _QUANTISED = {
 _DRAFT = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of layers for speculative decoding: loaded only by engines that are told to use them."""
 
+VOCABULARIES = {
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "qwen3_next"), 151_936),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "deepseek_v4"), 129_280),
+    "gemma2": 256_000,
+    "gemma3_text": 262_208,
+    "gpt_oss": 201_088,
+    "llama4_text": 202_048,
+}
+"""By model type, where a configuration does not say: the defaults of transformers' classes."""
+USUAL_VOCABULARY = 160_000
+"""Of all others."""
+
 _SCALES = Fraction(1, 32)
 """Bytes per parameter of the scales, where a few bits have one: 4 for each 128."""
 
@@ -128,9 +140,25 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
             f"the size of the weights is not known: no weight files, and {why}",
             "say --weights-bytes SIZE",
         )
-    nbytes = 0 if dtype else facts.get("weights_bytes", 0)
-    nbytes = nbytes or round(facts["parameters"] * each)
+    is_released = not dtype and "quantization_config" not in config
+    nbytes = facts.get("weights_bytes", 0) if is_released else 0
+    if not nbytes:
+        embeddings = 0 if each == own else _embeddings(config)
+        nbytes = round((facts["parameters"] - embeddings) * each + embeddings * own)
     return weights(nbytes, f"{_spoken(facts['parameters'])} as published{how}", *left_out)
+
+
+def vocabulary(config: Config) -> int:
+    """How many tokens there are, or usually are."""
+    usual = VOCABULARIES.get(config.model_type, USUAL_VOCABULARY)
+    return config.count("vocab_size", default=usual)
+
+
+def _embeddings(config: Config) -> int:
+    """Parameters of the embeddings, and of the output head where it is not tied to them."""
+    is_tied = config.flag("tie_word_embeddings", default="gemma" in config.model_type)
+    width = config.count("hidden_size", "n_embd", "d_model")
+    return (1 if is_tied else 2) * vocabulary(config) * width
 
 
 def weight_bytes(dtype: str) -> Fraction:
@@ -152,15 +180,14 @@ def parameters(config: Config) -> Parameters:
     kind = config.model_type
     if kind not in _COUNTED and any(config.facts.get(key) for key in NOT_ORDINARY):
         raise config.error("no formula for such layers")
-    vocabulary = config.count("vocab_size")
+    tokens = config.count("vocab_size")
     if kind in _ENCODED:
-        return _encoder_decoder(config, vocabulary)
+        return _encoder_decoder(config, tokens)
     width = config.count("hidden_size", "n_embd")
     kinds = _kinds(config)
     layers = sum(map(sum, (_layer(config, width, kind) for kind in kinds)))
     forward = [_forward(config, width, i) for i in range(len(kinds))]
-    heads = 1 if config.flag("tie_word_embeddings", default="gemma" in kind) else 2
-    embeddings = heads * vocabulary * width
+    embeddings = _embeddings(config)
     if kind == "gemma3n_text":
         layers, embeddings = _gemma3n(config, width, layers, embeddings)
     return Parameters(
@@ -215,7 +242,7 @@ def _state(config: Config, width: int) -> int:
     return 4 * width * width  # a short convolution, gated twice
 
 
-def _encoder_decoder(config: Config, vocabulary: int) -> Parameters:
+def _encoder_decoder(config: Config, tokens: int) -> Parameters:
     """T5 and Whisper: layers of both, attention to the encoder, one table of embeddings."""
     width = config.count("d_model")
     heads = config.count("num_heads", "decoder_attention_heads")
@@ -227,7 +254,7 @@ def _encoder_decoder(config: Config, vocabulary: int) -> Parameters:
     decoder = config.count("num_decoder_layers", "decoder_layers", default=encoder)
     layers = encoder * (attention + forward) + decoder * (2 * attention + forward)
     heads = 1 if config.flag("tie_word_embeddings", default=True) else 2
-    return Parameters(layers=layers, experts=0, embeddings=heads * vocabulary * width)
+    return Parameters(layers=layers, experts=0, embeddings=heads * tokens * width)
 
 
 def _gemma3n(config: Config, width: int, layers: int, embeddings: int) -> tuple[int, int]:
