@@ -93,7 +93,7 @@ def test_a_demo_of_no_family_names_the_families_before_anything_is_started(famil
 
 
 @pytest.mark.parametrize(
-    "arguments", [["store", "inspect"], ["store", "verify"], ["store", "prune", "--to=1"]]
+    "arguments", [["store", "inspect"], ["store", "verify"], ["store", "prune", "--to=1KiB"]]
 )
 def test_a_store_that_is_not_there_is_not_made(tmp_path, arguments):
     for directory in (tmp_path, tmp_path / "missing"):

@@ -34,9 +34,7 @@ def parse_bytes(text: str) -> int:
     except PlanError as error:
         raise typer.BadParameter(str(error)) from error
     if nbytes < 1024 and text.strip().isdecimal():
-        raise typer.BadParameter(
-            f"{text!r} is {nbytes} bytes: a unit is missing\n\nhint: {text.strip()}GiB, for example"
-        )
+        raise typer.BadParameter(f"{text!r} lacks a unit\n\nhint: {text.strip()}GiB, for example")
     return nbytes
 
 

@@ -153,7 +153,7 @@ def test_a_store_that_does_not_state_its_capacity_can_be_looked_after(tmp_path, 
     made(tmp_path)
     file = tmp_path / "store.json"
     file.unlink() if stated is None else file.write_text(stated)
-    options = ["--to", "1"] if command == "prune" else []
+    options = ["--to", "1KiB"] if command == "prune" else []
     done = kvstow("store", command, tmp_path, *options, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"] == 10

@@ -9,7 +9,7 @@ from transformers import Cache as TransformersCache
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from kvstow.adapters.transformers.inspect import cache_name, own_cache
+from kvstow.adapters.transformers.inspect import cache_name, own_cache_class
 from kvstow.adapters.transformers.layers import layer_of
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.passes import eager
@@ -57,7 +57,7 @@ class Cache(TransformersCache):
                 f"Cache needs a loaded model, not the name {model!r}\n\n"
                 "hint: AutoModelForCausalLM.from_pretrained(name)"
             )
-        kind = model.own_cache if isinstance(model, ModelMemory) else own_cache(model)
+        kind = model.own_cache if isinstance(model, ModelMemory) else own_cache_class(model)
         return object.__new__(lightning_cache() if kind == "MiniMaxCache" else cls)
 
     def __init__(  # pyright: ignore[reportInconsistentConstructor]

@@ -187,7 +187,7 @@ OWN_CACHES = ("DynamicCache", "MiniMaxCache")
 """Caches whose content is described by `kept_layers`, and replaced by a kvstow `Cache`."""
 
 
-def own_cache(model: PreTrainedModel) -> str:
+def own_cache_class(model: PreTrainedModel) -> str:
     """The class of the cache that the model makes for itself, as its configuration says."""
     return "MiniMaxCache" if model.config.model_type == "minimax" else "DynamicCache"
 
