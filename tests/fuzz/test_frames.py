@@ -42,9 +42,9 @@ BEGIN = say.Begin(
     (say.Sample(("layers.0",), (0, 2), 0, 16, 1, 0),),
 )
 MESSAGES = (
-    say.Hello(CARD),
+    say.Hello(CARD, 3),
     say.Welcome(CARD, b"memory", "", bytes(32)),
-    say.Refused(0, "refused", ("a", "b"), True),
+    say.Refused("refused", ("a", "b")),
     say.UnknownSession(),
     BEGIN,
     say.Begun(1),
@@ -53,7 +53,6 @@ MESSAGES = (
     say.Fetched(1, 0),
     say.Failed(1, "fence", "reused"),
     say.End(1, 7, "accepted", 1 << 40),
-    say.Stop(1),
     say.Stopped(1),
     say.Renew((7, 8)),
     say.Alive((7,)),

@@ -165,7 +165,7 @@ def a_writer_says_stopped_at_once() -> Generator[None]:
 
 @bug
 def an_order_is_served_after_its_stop_was_answered() -> Generator[None]:
-    with changed(Server, "_bar", nothing):
+    with changed(Server, "_end_earlier", nothing):
         yield
 
 

@@ -12,9 +12,9 @@ from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.framing import decode_message
-from kvstow.transfer.channel.messages import AnyMessage, Begin, Ids, Refused, Sample, Stop, Write
+from kvstow.transfer.channel.messages import AnyMessage, Begin, Failed, Ids, Sample, Write
 from kvstow.transfer.options import Options
-from kvstow.transfer.server import MOST_STOPPED
+from kvstow.transfer.peers.outgoing import Outgoing
 from kvstow.transfer.tickets.owner import Generations
 from kvstow.transfer.tickets.ticket import MAX_TOKENS, packed_ints
 from kvstow.transfer.transport.base import lost
@@ -107,31 +107,24 @@ def test_an_order_that_comes_after_its_stop_was_answered_is_not_served(pair):
     assert_nothing_is_written(pair)
 
 
-def test_an_order_is_not_served_either_if_more_were_stopped_than_are_remembered(pair):
-    """The line that such an order may come on is not heard any more."""
-    failed_pull(pair)
-    for number in range(MOST_STOPPED + 1):
-        pair.peer.send(Stop(number))
-    pair.rounds(2)
-    assert len(pair.producer.server.incoming) == 1
-    assert_nothing_is_written(pair)
-
-
-def test_stops_of_one_agent_do_not_touch_another(pair):
-    other = pair._agent("other")
-    peer = other.peers.at(pair.producer.address, "")
-    peer.greet()
-    for _ in range(5):
-        other.loop.step(0)
-        pair.rounds(1)
-    for number in range(MOST_STOPPED + 1):
-        peer.send(Stop(number))
-    pair.rounds(2)
-    assert all(not known.stopped for known in pair.producer.server.incoming.values())
-    transfer = pair.consumer.pull(pair.producer.offer_blocks(SOURCE, TOKENS), into=TARGET)
-    pair.rounds(20)
-    assert transfer.wait(0).directions == ("write",)
-    other.close()
+def test_a_second_line_of_one_agent_leaves_the_first_alone(pair):
+    """An agent may know another one by two addresses."""
+    server = pair.producer.server
+    (first,) = server.incoming
+    other = Outgoing(pair.consumer.endpoint, pair.consumer.loop, pair.producer.address, "")
+    other.greet()
+    pair.consumer.peers.all["another address", ""] = other
+    pair.rounds(5)
+    assert other.state == "ready"
+    assert len(server.incoming) == 2
+    assert first in server.incoming
+    other.lose(lost("p", "left"))
+    pair.rounds(1)
+    other.greet()
+    pair.rounds(5)
+    assert other.state == "ready"
+    assert len(server.incoming) == 2
+    assert first in server.incoming
 
 
 # ── orders that cannot be ─────────────────────────────────────────────────────────────
@@ -146,9 +139,9 @@ def refusal(pair: Pair, write: Write | None, samples: tuple[Sample, ...]) -> str
     started = time.monotonic()
     pair.rounds(3)
     assert time.monotonic() - started < 10
-    (reasons,) = [message.reasons for message in said if isinstance(message, Refused)]
+    (reason,) = [message.reason for message in said if isinstance(message, Failed)]
     assert not pair.producer.server.servings
-    return reasons[0]
+    return reason
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 1 << 28), (-1, TOKENS), (9, 8), (0, TOKENS + 1)])

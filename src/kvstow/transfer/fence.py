@@ -19,7 +19,7 @@ from kvstow.errors import TransferError
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
-from kvstow.transfer.channel.messages import Begun, Refused
+from kvstow.transfer.channel.messages import Begun, Failed
 from kvstow.transfer.loop import IDLE, SOON, Routine
 from kvstow.transfer.transport.base import Kinds, lost
 
@@ -179,8 +179,8 @@ def mapped_fence(source: "Source") -> Routine[dict[int, list[int]]]:
     if not _changed_there(source):
         return {}
     while not source.mailbox.has(Begun):
-        if source.mailbox.has(Refused):
-            raise source.refusal(source.mailbox.first(Refused))
+        if source.mailbox.has(Failed):
+            raise source.failure(source.mailbox.first(Failed))
         if source.peer.line is not source.line:
             raise lost(source.peer.name, "before it has said that it keeps the rows")
         yield IDLE

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstow.errors import TransferError
-from kvstow.transfer.channel.messages import Stop
+from kvstow.transfer.channel.messages import End
 from kvstow.transfer.fence import CounterRead
 from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Routine, Task, together
 from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
@@ -128,7 +128,7 @@ class Quarantine:
             if endpoint.clock() >= ask_at:
                 ask_at = endpoint.clock() + options.heartbeat_seconds
                 source.peer.greet()
-                source.peer.send(Stop(source.id))
+                source.peer.send(End(source.id, 0, "failed"))
             if endpoint.clock() >= look_at and (liveness_read is None or liveness_read.is_over):
                 look_at = endpoint.clock() + options.contact_seconds
                 liveness_read = self._loop.start("liveness read", self._looked(source))

@@ -1,15 +1,14 @@
 """The producer's half, from top to bottom: begin, then write, stage or nothing, digests, end.
 
-A consumer that reads needs nothing of us but that the lease runs and the engine works. One
-that has us write, or stage, may ask us to stop at any time: it hears `stopped` when nothing of
-ours can reach its rows any more.
+A consumer that reads needs nothing of us but that the lease runs and the engine works. It may end
+the transfer at any time: it hears `stopped` when nothing of ours can reach its rows any more.
 """
 
 import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvstow.errors import FaultKind, KvstowError, TransferError
+from kvstow.errors import KvstowError, TransferError
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
 from kvstow.transfer.channel.messages import (
@@ -17,15 +16,13 @@ from kvstow.transfer.channel.messages import (
     Begun,
     End,
     Failed,
-    Refused,
-    Stop,
     Stopped,
     TellDigest,
     Write,
     Written,
 )
 from kvstow.transfer.digests import digests, in_worker
-from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Mailbox, Routine, Task, together
+from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Mailbox, Routine, Task, bug, together
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.flight import Flight, chunk_bytes, move_copies
 from kvstow.transfer.peers.incoming import Incoming
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EARLY_SECONDS = 1.0
+ENDED = "ended by its consumer"
 
 
 class Serving:
@@ -66,7 +64,7 @@ class Serving:
 
 def serve(server: "Server", serving: Serving) -> Routine[None]:
     """Serve one transfer until its consumer has ended it, or something else has."""
-    begin = serving.begin
+    begin, accepted = serving.begin, False
     try:
         yield from lease_granted(server, serving)
         ticket = server.leases.open(
@@ -77,23 +75,15 @@ def serve(server: "Server", serving: Serving) -> Routine[None]:
             ranks=serving.peer.layout.tp[1] * serving.peer.layout.pp[1],
         ).ticket
         work = ordered_work(server.endpoint, serving, ticket)
-    except Exception as error:
-        server.leases.shut(begin.lease, begin.transfer, accepted=False)
-        is_early = isinstance(error, TransferError) and error.is_early
-        serving.peer.send(Refused(begin.transfer, *_fault(error), is_early))
-        return
-    serving.peer.send(Begun(begin.transfer))
-    accepted = False
-    try:
+        serving.peer.send(Begun(begin.transfer))
         yield from together(*work)
         if not begin.is_mapped:
             server.loop.expect_work()  # the consumer reads its fence now
-            while not serving.mailbox.has(End):
-                yield server.loop.pace
         end = yield from serving.mailbox.wait(End)
-        accepted = end.outcome == "accepted"
-        if accepted:
-            serving.count_served(end.nbytes)
+        if end.outcome != "accepted":
+            raise TransferError(ENDED, kind="aborted")
+        serving.count_served(end.nbytes)
+        accepted = True
     except Exception as error:
         yield from stopped(server, serving, error)
     finally:
@@ -198,29 +188,24 @@ def stopped(server: "Server", serving: Serving, error: Exception) -> Routine[Non
     Until then the transfer stays known: whoever asks about it must not hear that it is over.
     """
     serving.task.shield()
-    if not isinstance(error, Ended):
-        kind, reasons = _fault(error)
-        serving.peer.send(Failed(serving.begin.transfer, kind, reasons[0]))
+    transfer, fault = serving.begin.transfer, _fault(error)
+    serving.peer.send(Failed(transfer, fault.kind, str(fault), fault.is_early))
     if serving.peer.card.engine in server.endpoint.broken:
         serving.peer.detach()
-    while not serving.is_quiet and not serving.mailbox.has(Stop):
+    while not serving.is_quiet and not serving.mailbox.has(End):
         if server.has_forgotten(serving.peer):
             break
         yield NOW_AND_THEN
     with server.quarantine.case(serving.flights):  # it asks: if need be, we close the engine
         while not serving.is_quiet:
             yield NOW_AND_THEN
-    serving.peer.send(Stopped(serving.begin.transfer))
+    serving.peer.send(Stopped(transfer))
 
 
-class Ended(TransferError):
-    """The consumer wants no more, or may have no more: no fault of ours."""
-
-
-def _fault(error: Exception) -> tuple[FaultKind, tuple[str, ...]]:
+def _fault(error: Exception) -> TransferError:
     if isinstance(error, TransferError):
-        return error.kind, (str(error),)
+        return error
     if not isinstance(error, KvstowError | ValueError | ArithmeticError | LookupError):
         log.exception("a transfer that was served ended by a bug")
-        return "transport", (repr(error),)
-    return "ticket", (str(error),)
+        return bug("serve", error)
+    return TransferError(str(error), kind="ticket")

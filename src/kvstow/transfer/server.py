@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kvstow.errors import RouteError
+from kvstow.errors import RouteError, TransferError
 from kvstow.transfer.channel.framing import Session
 from kvstow.transfer.channel.messages import (
     Alive,
@@ -11,13 +11,11 @@ from kvstow.transfer.channel.messages import (
     AskProbe,
     AskStatus,
     Begin,
-    Card,
     End,
     Fetched,
     Hello,
     Refused,
     Renew,
-    Stop,
     Stopped,
     TellStatus,
     UnknownSession,
@@ -28,18 +26,16 @@ from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.probe import write_probe
 from kvstow.transfer.quarantine import Quarantine
-from kvstow.transfer.serve import Ended, Serving, serve
+from kvstow.transfer.serve import ENDED, Serving, serve
 from kvstow.transfer.tickets.lease import EndReason, Leases
 from kvstow.transfer.tickets.ticket import Ticket
+from kvstow.transfer.transport.base import lost
 
 AWAKE_AFTER_HELLO = 0.5
 """A new consumer measures how fast it can read: that takes our help, and is not announced."""
 
 FRESH_SECONDS = 0.2
 """So long whoever asks gets the same status document: making one takes milliseconds."""
-
-MOST_STOPPED = 256
-"""Transfers that are remembered for one session, to refuse them if they begin late."""
 
 
 class Server:
@@ -80,15 +76,15 @@ class Server:
             return
         for serving in tuple(self.servings.values()):
             if serving.begin.lease == ticket.lease:
-                serving.peer.send(Alive((ticket.lease,)))
-                serving.task.interrupt(Ended(f"lease ended: {reason}", kind="expired"))
+                text = f"lease {ticket.lease} has ended: {reason}"
+                serving.task.interrupt(TransferError(text, kind="expired"))
 
     # ── messages ──────────────────────────────────────────────────────────────────
 
     def hear(self, line: Session, message: AnyMessage) -> None:
         """Take in a message of somebody who dialled us."""
         if isinstance(message, Hello):
-            self._greet(line, message.card)
+            self._greet(line, message)
             return
         if isinstance(message, AskStatus):
             self._tell_status(line)
@@ -101,9 +97,7 @@ class Server:
             case Begin():
                 self._begin(peer, message)
             case End():
-                self._end(message)
-            case Stop():
-                self._stop(peer, message)
+                self._end(peer, message)
             case Fetched(transfer):
                 if transfer in self.servings:
                     self.servings[transfer].mailbox.put(message)
@@ -122,12 +116,21 @@ class Server:
             self._status = now, self._make_status()
         self.loop.channel.send(line, TellStatus(self._status[1]))
 
-    def _greet(self, line: Session, card: Card) -> None:
+    def _end_earlier(self, hello: Hello) -> None:
+        """The session that an agent had on this line is over: an order that comes there late must
+        not begin after we have said that it has stopped."""
+        for line, peer in tuple(self.incoming.items()):
+            if (peer.card.start, peer.line) == (hello.card.start, hello.line):
+                self._forget(line)
+
+    def _greet(self, line: Session, hello: Hello) -> None:
+        card = hello.card
+        self._end_earlier(hello)
         try:
             layout = self.endpoint.layouts.target(card.manifest).layout
         except RouteError as error:
             self.endpoint.note("refused", {"peer": card.agent, "why": str(error)})
-            self.loop.channel.send(line, Refused(0, "refused", tuple(str(error).splitlines())))
+            self.loop.channel.send(line, Refused("refused", tuple(str(error).splitlines())))
             self.loop.channel.hang_up(line)
             return
 
@@ -135,12 +138,12 @@ class Server:
             self.loop.channel.send(line, message)
 
         now = self.endpoint.clock()
-        self.incoming[line] = Incoming(self.endpoint, card, layout, send, now)
+        self.incoming[line] = Incoming(self.endpoint, card, hello.line, layout, send, now)
         self.stay_awake(AWAKE_AFTER_HELLO)
         send(self.endpoint.welcome())
 
     def _begin(self, peer: Incoming, begin: Begin) -> None:
-        if begin.transfer in self.servings or begin.transfer in peer.stopped:
+        if begin.transfer in self.servings:
             return
         serving = self.servings[begin.transfer] = Serving(peer, begin)
         self.loop.begin(serving.task, serve(self, serving))
@@ -149,35 +152,21 @@ class Server:
     def _over(self, transfer: int) -> None:
         self.servings.pop(transfer, None)
 
-    def _end(self, end: End) -> None:
+    def _end(self, peer: Incoming, end: End) -> None:
+        """A transfer is over for its consumer; unless it was accepted, `stopped` is the answer, to
+        the line on which it was asked last."""
         if end.outcome == "aborted":
             self.leases.give_up(end.lease, end.transfer)
-        if end.transfer in self.servings:
-            self.servings[end.transfer].mailbox.put(end)
-
-    def _stop(self, peer: Incoming, stop: Stop) -> None:
-        """Stop a transfer; the answer goes to the line on which it was asked last."""
-        serving = self.servings.get(stop.transfer)
-        if serving is None:
-            self._bar(peer, stop.transfer)
-            peer.send(Stopped(stop.transfer))
+        serving = self.servings.get(end.transfer)
+        if serving is not None:
+            serving.mailbox.put(end)
+        if end.outcome == "accepted":
             return
-        serving.peer = peer
-        serving.mailbox.put(stop)
-        serving.task.interrupt(Ended("stopped by its consumer", kind="aborted"))
-
-    def _bar(self, peer: Incoming, transfer: int) -> None:
-        """A transfer is over that is not known: it may not begin any more.
-
-        Its order may still come, on a line that the agent has dialled before and has left. A line
-        with too many such orders is not heard any more.
-        """
-        for line, other in tuple(self.incoming.items()):
-            if other is not peer and other.card.start == peer.card.start:
-                other.stopped.add(transfer)
-                if len(other.stopped) > MOST_STOPPED:
-                    other.send(UnknownSession())
-                    self._forget(line)
+        if serving is None:
+            peer.send(Stopped(end.transfer))
+        else:
+            serving.peer = peer
+            serving.task.interrupt(TransferError(ENDED, kind="aborted"))
 
     def _probe(self, peer: Incoming, nbytes: int) -> None:
         if any(probed is peer for probed in self._probed):
@@ -214,7 +203,7 @@ class Server:
         peer = self.incoming.pop(line)
         for serving in tuple(self.servings.values()):
             if serving.peer is peer:
-                serving.task.interrupt(Ended("its consumer is gone", kind="peer"))
+                serving.task.interrupt(lost(peer.card.agent, "it is not heard any more"))
         peer.detach()
         self.loop.channel.hang_up(line)
 

@@ -11,16 +11,13 @@ from kvstow.route.route import Claims, Route
 from kvstow.route.sources import sources as sources_of
 from kvstow.transfer.channel.framing import Session
 from kvstow.transfer.channel.messages import (
-    Alive,
     AnyMessage,
     Begin,
     Card,
     Claim,
     End,
     Failed,
-    Refused,
     Sample,
-    Stop,
     Stopped,
     Write,
     Written,
@@ -128,8 +125,6 @@ class Source:
         """Give up: the producer shall write and stage no more. A peer to which a post has
         failed is lost, and greeted again by whoever needs it."""
         if self.id in self._endpoint.moving:
-            if self.direction in ("write", "slots"):
-                self.peer.send(Stop(self.id))
             self.end("aborted" if error.kind == "aborted" else "failed")
         if self._card is not None and self._card.engine in self._endpoint.broken:
             self.peer.lose(error)
@@ -152,27 +147,18 @@ class Source:
     @property
     def writer_is_quiet(self) -> bool:
         """Whether the producer writes nothing, or has said that it writes no more."""
-        return self.direction != "write" or any(map(self.mailbox.has, (Written, Stopped, Refused)))
+        return self.direction != "write" or any(map(self.mailbox.has, (Written, Stopped)))
 
     def hear(self, message: AnyMessage) -> None:
         """Take in what the producer says about this transfer. Where its memory is mapped, that is
         not waited for, and ends nothing: its counters say what holds."""
         self.mailbox.put(message)
-        if self.mapped is not None:
-            return
-        match message:
-            case Refused():
-                self._task.interrupt(self.refusal(message))
-            case Failed(_, kind, reason):
-                self._task.interrupt(self.fault(reason, kind))
-            case Alive():
-                self._task.interrupt(self.fault(f"lease {self.ticket.lease} has ended", "expired"))
-            case _:
-                pass
+        if isinstance(message, Failed) and self.mapped is None:
+            self._task.interrupt(self.failure(message))
 
-    def refusal(self, message: Refused) -> TransferError:
-        """The error of a ticket that the producer does not take."""
-        fault = self.fault("\n".join(message.reasons), message.kind)
+    def failure(self, message: Failed) -> TransferError:
+        """The error of a producer that does not go on."""
+        fault = self.fault(message.reason, message.kind)
         fault.is_early = message.is_early
         return fault
 

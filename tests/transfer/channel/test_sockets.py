@@ -139,7 +139,7 @@ def test_a_raw_tcp_client_that_talks_garbage_is_survived(node, fabric):
 
 def hello(node: Node) -> messages.Hello:
     """A true hello, of another agent of the same layout."""
-    return messages.Hello(msgspec.structs.replace(node.agent.endpoint.card, agent="stranger"))
+    return messages.Hello(msgspec.structs.replace(node.agent.endpoint.card, agent="stranger"), 1)
 
 
 def test_a_line_that_has_not_said_hello_begins_nothing(node, stranger):
@@ -147,9 +147,10 @@ def test_a_line_that_has_not_said_hello_begins_nothing(node, stranger):
     assert isinstance(stranger.answer(), messages.Welcome)
     begin = framing.encode_message(messages.Begin(1, 2, b"", None, None, 0, ()))
     stranger.say(begin)
-    refused = stranger.answer()
-    assert isinstance(refused, messages.Refused)
-    assert refused.is_early
+    failed = stranger.answer()
+    assert isinstance(failed, messages.Failed)
+    assert failed.is_early
+    assert stranger.answer() == messages.Stopped(1)
     with Stranger(node.address) as other:
         other.say(begin)
         assert isinstance(other.answer(), messages.UnknownSession)
@@ -167,7 +168,7 @@ MESSAGES = [
         (messages.Sample(("layers.0",), (2, 3), 0, 9, 4, 1),),
     ),
     messages.End(1, 2, "accepted"),
-    messages.Stop(7),
+    messages.End(1, 2, "failed"),
     messages.Renew((1, 2, 3)),
     messages.AskProbe(1 << 60),
     messages.Written(1, 2, 3),
@@ -227,7 +228,7 @@ def test_layouts_that_do_not_fit_are_refused_with_every_difference_and_both_valu
 
 def test_a_manifest_that_is_none_is_refused(node, stranger):
     card = msgspec.structs.replace(node.agent.endpoint.card, manifest=b"{}")
-    stranger.say(framing.encode_message(messages.Hello(card)))
+    stranger.say(framing.encode_message(messages.Hello(card, 1)))
     message = stranger.answer()
     assert isinstance(message, messages.Refused)
     assert message.kind == "refused"
@@ -239,7 +240,7 @@ def test_a_handshake_is_as_small_for_a_million_rows_as_for_ten(fabric):
     def size(num_slabs: int) -> int:
         layout = packed(grouped([attention("layers.0", Full())]), num_slabs=num_slabs)
         one = Node(encode(layout), fabric)
-        data = framing.encode_message(messages.Hello(one.agent.endpoint.card))
+        data = framing.encode_message(messages.Hello(one.agent.endpoint.card, 1))
         one.close()
         return len(data)
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvstow.errors import TransferError
 from kvstow.plan.manifest import encode
-from kvstow.transfer.channel.messages import AnyMessage, Stop, Stopped
+from kvstow.transfer.channel.messages import AnyMessage, End, Stopped
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, hybrid_layout, rows_for
@@ -123,9 +123,9 @@ def test_what_is_sent_before_the_agent_knows_us_does_not_make_us_a_stranger():
     peer.greet()
     here.agent.loop.step()
     assert peer.state == "greeting"
-    peer.send(Stop(7))
+    peer.send(End(7, 0, "failed"))
     wait_for(turn)
-    peer.send(Stop(7))
+    peer.send(End(7, 0, "failed"))
     wait_for(lambda: turn() and len(reader.messages) > 0)
     assert reader.messages == [Stopped(7)]
     for node in (here, there):

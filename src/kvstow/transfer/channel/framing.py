@@ -89,7 +89,7 @@ def heard_from_server(data: bytes, on_drop: OnDrop) -> AnyMessage | None:
         return decode_message(data)
     except Unreadable as error:
         on_drop(error.reason, error.detail)
-        return Refused(0, "refused", (str(error),)) if error.reason == "version" else None
+        return Refused("refused", (str(error),)) if error.reason == "version" else None
 
 
 class Clients:
@@ -119,7 +119,7 @@ class Clients:
         except Unreadable as error:
             self._on_drop(error.reason, error.detail)
             if error.reason == "version":
-                self._reply(client, encode_message(Refused(0, "refused", (str(error),))))
+                self._reply(client, encode_message(Refused("refused", (str(error),))))
             return None
         session = self._sessions.get(client)
         if isinstance(message, Hello):

@@ -54,9 +54,11 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First words of a client."""
+    """First words of a client. `line` is the same number whenever it dials this address again: its
+    earlier session has ended then."""
 
     card: Card
+    line: int
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -73,13 +75,10 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """No, with all reasons. `transfer` is 0 for a refused handshake. `is_early` where the ticket is
-    not known yet and may become so: the pull may come again."""
+    """No handshake, with all reasons."""
 
-    transfer: int
     kind: FaultKind
     reasons: tuple[str, ...]
-    is_early: bool = False
 
 
 class UnknownSession(Message, frozen=True, tag="unknown-session"):
@@ -174,26 +173,23 @@ class Fetched(Message, frozen=True, tag="fetched"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """The producer could not go on. Until it says `stopped`, something of it may still write."""
+    """The producer does not go on. Until it says `stopped`, something of it may still write.
+    `is_early` where the ticket is not known yet and may become so: the pull may come again."""
 
     transfer: int
     kind: FaultKind
     reason: str
+    is_early: bool = False
 
 
 class End(Message, frozen=True, tag="end"):
-    """The consumer is done with a ticket: it has the bytes, so many, or failed, or gave up."""
+    """The consumer is done with a ticket: it has the bytes, so many, or failed, or gave up. Unless
+    it has them, it wants to hear `stopped`."""
 
     transfer: int
     lease: int
     outcome: Literal["accepted", "failed", "aborted"]
     nbytes: Address = 0
-
-
-class Stop(Message, frozen=True, tag="stop"):
-    """The consumer wants no more writes for this transfer."""
-
-    transfer: int
 
 
 class Stopped(Message, frozen=True, tag="stopped"):
@@ -277,7 +273,6 @@ AnyMessage = (
     | Fetched
     | Failed
     | End
-    | Stop
     | Stopped
     | Renew
     | Alive

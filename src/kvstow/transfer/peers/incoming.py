@@ -25,19 +25,17 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """An agent that dialled us, from its hello until it is silent for long.
-
-    Transfers that it has `stopped`, on another line, do not begin here any more.
-    """
+    """An agent that dialled us, from its hello until it is silent for long or dials again on its
+    `line`."""
 
     endpoint: Endpoint
     card: Card
+    line: int
     layout: Layout
     send: Callable[[AnyMessage], None]
     heard_at: float
     write_rate: float = 0.0
     moved_bytes: int = 0
-    stopped: set[int] = field(default_factory=set[int])
     share: Callable[[tuple[Claim, ...] | None], Share] = field(init=False)
     """What we bring, computed once for each set of claims. Raises RouteError."""
 

@@ -96,6 +96,7 @@ class Outgoing:
         self.line: Session | None = None
         self._endpoint = endpoint
         self._loop = loop
+        self._number = endpoint.random.getrandbits(62)
 
     @property
     def name(self) -> str:
@@ -151,7 +152,7 @@ class Outgoing:
         card: Card | None = None
         try:
             self.line = self._loop.channel.dial(self.address, self.key)
-            self.send(Hello(endpoint.card))
+            self.send(Hello(endpoint.card, self._number))
             welcome = yield from self.mailbox.wait(Welcome)
             self._check(welcome.card)
             self.card = card = welcome.card
@@ -278,7 +279,7 @@ class Outgoing:
         match message:
             case Welcome() | TellProbe():
                 self.mailbox.put(message)
-            case Refused(0, kind, reasons):
+            case Refused(kind, reasons):
                 text = "\n".join(reasons)
                 self.lose(
                     TransferError(f"peer {self.name!r} refused: {text}", kind=kind, peer=self.name)
@@ -287,13 +288,10 @@ class Outgoing:
                 self.lose(lost(self.name, "it was started again and does not know us"))
             case Alive(ended):
                 self.kept.difference_update(ended)
-                for reader in tuple(self.readers.values()):
-                    if reader.lease in ended:
-                        reader.hear(message)
             case TellPrefix(question, ticket) if question not in self.readers:
                 if ticket:  # nobody waits for it any more
                     self.send(End(0, Ticket.from_bytes(ticket).lease, "aborted"))
-            case TellPrefix(number) | Begun(number) | Refused(number) | Written(number):
+            case TellPrefix(number) | Begun(number) | Written(number):
                 self._pass_on(number, message)
             case Staged(number) | Failed(number) | Stopped(number) | TellDigest(number):
                 self._pass_on(number, message)
