@@ -163,7 +163,7 @@ def test_a_load_says_why_at_debug_level(tmp_path: Path, caplog: pytest.LogCaptur
 
 def noted(path: Path, what: str) -> list[Any]:
     lines = (path / FILE).read_text().splitlines()
-    return [json.loads(line)[what] for line in lines[1:]]
+    return [record[what] for line in lines if "secret" not in (record := json.loads(line))]
 
 
 def test_no_tokens_are_kept_unless_the_user_wants_them(tmp_path: Path):
@@ -227,6 +227,16 @@ def test_several_processes_make_one_journal(tmp_path: Path):
         list(threads.map(note, range(40)))
     assert len(noted(tmp_path, "at")) == 40
     assert len(Journal(tmp_path).alike(Prompt.of(TOKENS))) == 40
+
+
+def test_whoever_is_killed_before_the_first_line_leaves_a_journal_that_can_be_written(
+    tmp_path: Path,
+):
+    (tmp_path / FILE).touch(0o600)
+    assert Journal(tmp_path).alike(Prompt.of(TOKENS)) == []
+    Journal(tmp_path).note(Prompt.of(TOKENS), IDENTITY, 4)
+    assert len(Journal(tmp_path).alike(Prompt.of(TOKENS))) == 1
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
 def test_a_line_that_was_torn_is_skipped(tmp_path: Path):

@@ -26,7 +26,7 @@ import numpy as np
 
 from kvstow.blocks.prompt import Prompt, Tokens
 from kvstow.errors import StoreError
-from kvstow.offload.disk.files import make_directory, open_own, write_new
+from kvstow.offload.disk.files import make_directory, open_own
 from kvstow.offload.keys import block_keys
 from kvstow.plan.identity import Identity
 
@@ -85,7 +85,9 @@ class Journal:
     def _note(self, prompt: Prompt, identity: Identity, step: int) -> None:
         secret = self._secret()
         if secret is None or not self.path.exists():
-            secret = self._begin(secret or secrets.token_bytes(16))
+            own = secret or secrets.token_bytes(16)
+            self._begin(own)
+            secret = self._secret() or own  # of several that begin at once, the first one's counts
         line = {
             "at": time.time(),
             "identity": identity.digest.hex(),
@@ -94,29 +96,34 @@ class Journal:
             "digests": _digests(secret, prompt, step),
             "tokens": prompt.tokens.tolist() if self._keeps_tokens else None,
         }
-        fd = open_own(self.path, os.O_WRONLY | os.O_APPEND)
-        try:
-            os.write(fd, json.dumps(line).encode() + b"\n")
-            is_full = os.fstat(fd).st_size > MOST_BYTES
-        finally:
-            os.close(fd)
-        if is_full:
+        if self._append(line) > MOST_BYTES:
             with suppress(FileNotFoundError):  # another process was faster
                 os.replace(self.path, self._old)
             self._begin(secret)
 
-    def _begin(self, secret: bytes) -> bytes:
-        """The secret of the file, which is made with that one where there is none."""
+    def _begin(self, secret: bytes) -> None:
+        """Say what digests are keyed by, in a file that is made where there is none."""
         make_directory(self.path.parent)
-        write_new(self.path, json.dumps({"secret": secret.hex()}).encode() + b"\n")
-        return self._secret() or secret
+        self._append({"secret": secret.hex()})
+
+    def _append(self, line: dict[str, Any]) -> int:
+        """Append a line, at once; how long the file is then."""
+        fd = open_own(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            os.write(fd, json.dumps(line).encode() + b"\n")
+            return os.fstat(fd).st_size
+        finally:
+            os.close(fd)
 
     def _secret(self) -> bytes | None:
-        """What the journal's digests are keyed by; None where there is no journal."""
+        """What the journal's digests are keyed by; None where there is no journal, or it is empty:
+        whoever made it was killed."""
         for path in (self.path, self._old):
             with suppress(FileNotFoundError), os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+                first = file.readline(1024)
                 try:
-                    return bytes.fromhex(json.loads(file.readline(1024))["secret"])
+                    if first:
+                        return bytes.fromhex(json.loads(first)["secret"])
                 except (ValueError, TypeError, KeyError):
                     raise StoreError(f"{path} is no journal of stored prompts") from None
         return None

@@ -132,6 +132,31 @@ def test_a_writer_killed_at_any_moment_leaves_what_it_called_kept_and_nothing_wr
     kill_writers(tmp_path / "s", 6, 0)
 
 
+OPENER = COMMON + textwrap.dedent("""
+    import os, signal
+    sync, left = os.fsync, int(sys.argv[3])
+    def killed(fd):
+        global left
+        left -= 1
+        sync(fd) if left >= 0 else os.kill(os.getpid(), signal.SIGKILL)
+    os.fsync = killed
+    print("ready", flush=True)
+    DiskTier(Path(sys.argv[1]), hybrid(content=256), capacity=int(sys.argv[2]))
+""")
+
+
+@pytest.mark.parametrize("file", range(2))
+def test_whoever_is_killed_while_a_store_is_described_leaves_nothing(tmp_path, file):
+    """The layout is written first, then the capacity; each has no name in the store yet."""
+    with process(OPENER, tmp_path, 64 * MIB, file) as opener:
+        assert opener.wait(60) == -signal.SIGKILL
+    assert [path.stat().st_size > 0 for path in (tmp_path / "new").glob("*/*")] == [True]
+    with closing(DiskTier(tmp_path, LAYOUT, capacity=64 * MIB)):
+        pass
+    names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert names == {"new", "layout.json", "store.json"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_five_hundred_writers_killed(tmp_path, part):

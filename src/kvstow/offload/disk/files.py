@@ -10,7 +10,6 @@ import errno
 import mmap
 import os
 import stat
-import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,31 +131,6 @@ def _check_owner(facts: os.stat_result, path: str | Path) -> None:
         raise PermissionError(
             errno.EPERM, f"it belongs to user {facts.st_uid}, not {os.geteuid()}", str(path)
         )
-
-
-def write_new(file: Path, data: bytes) -> None:
-    """Write a file unless there is one by now. Raises OSError."""
-    new = write_synced(file.parent, data)
-    try:
-        os.link(new, file)
-    except FileExistsError:
-        pass
-    finally:
-        os.unlink(new)
-
-
-def write_synced(directory: Path, data: bytes) -> str:
-    """A file of a name of its own, on the medium. Raises OSError."""
-    fd, name = tempfile.mkstemp(prefix="written-", dir=directory)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-    except BaseException:
-        os.unlink(name)
-        raise
-    return name
 
 
 class Files:

@@ -9,6 +9,7 @@ file: rows of another layout, put under this one, are not found, or not believed
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from kvstow.errors import ManifestError, StoreError
@@ -16,11 +17,9 @@ from kvstow.offload.disk.files import (
     make_directory,
     open_own,
     store_errors,
-    write_new,
-    write_synced,
 )
 from kvstow.offload.disk.format import file_bytes
-from kvstow.offload.disk.tree import walk
+from kvstow.offload.disk.tree import Writers, walk
 from kvstow.offload.rows import row_layout
 from kvstow.offload.tier import log
 from kvstow.plan.layout import Layout
@@ -30,11 +29,14 @@ from kvstow.route.compare import differences
 FORMAT = 3
 
 
-def open_directory(path: Path, layout: Layout | None, capacity: int | None) -> tuple[Layout, int]:
+def open_directory(
+    path: Path, layout: Layout | None, capacity: int | None, writers: Writers
+) -> tuple[Layout, int]:
     """The layout of the rows in a directory, and the most bytes that their files may take.
 
     Both are as the directory states; where it does not, the rows of `layout`, and `capacity`, which
-    it states from now on. Refuses rows of another model, element type or computation.
+    it states from now on. Refuses rows of another model, element type or computation. What is
+    written gets its name last, as rows do (`writers`).
     """
     with store_errors(path):
         stored = stated_layout(path)
@@ -47,16 +49,29 @@ def open_directory(path: Path, layout: Layout | None, capacity: int | None) -> t
     with store_errors(path):
         make_directory(path)  # which looks at it, where it is there
         if stored is None:
-            write_new(path / "layout.json", encode(rows))
-            stored = stored_layout(path)  # another process may have been faster
+            new = _written(writers, encode(rows))
+            with suppress(FileExistsError):  # another process was faster
+                os.link(new, path / "layout.json")
+            os.unlink(new)
+            stored = stored_layout(path)
             _check_same(path, stored, rows)
     if capacity is not None and capacity != capacity_in(path):
         try:
             text = json.dumps({"format": FORMAT, "capacity": capacity})
-            os.replace(write_synced(path, text.encode()), path / "store.json")
+            os.replace(_written(writers, text.encode()), path / "store.json")
         except OSError as error:
             log.warning("store %s: its capacity is not written down: %s", path, error)
     return stored, most
+
+
+def _written(writers: Writers, data: bytes) -> str:
+    """A file with these bytes that is on the medium, and has no name in the store yet."""
+    name = writers.next_file()
+    with os.fdopen(open_own(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return name
 
 
 def _check_same(path: Path, stored: Layout, rows: Layout) -> None:

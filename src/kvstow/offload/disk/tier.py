@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, local
@@ -41,7 +41,7 @@ from kvstow.offload.disk.format import (
     file_bytes,
 )
 from kvstow.offload.disk.opening import open_directory
-from kvstow.offload.disk.tree import BLOCK_NANOSECONDS, RowFile, RowTree, keys_in
+from kvstow.offload.disk.tree import BLOCK_NANOSECONDS, RowFile, RowTree, Writers, keys_in
 from kvstow.offload.tier import (
     Bools,
     Bytes,
@@ -100,19 +100,22 @@ class DiskTier:
         if layout is not None:
             layout = layout.identified(known_identity(layout, identity, f"store {path}"))
         most = parse_size(capacity) if isinstance(capacity, str) else capacity
-        self.layout, self.capacity = open_directory(self.path, layout, most)
-        if layout is not None:
-            note_unverified(self.layout.identity, f"store {path}")
-        elif identity is not None:
-            known_identity(self.layout, identity, f"store {path}")
         self._files, self._clock = files or Files(), clock
+        writers = Writers(self.path, self._files)
+        with ExitStack() as undo:
+            undo.callback(writers.close)
+            self.layout, self.capacity = open_directory(self.path, layout, most, writers)
+            if layout is not None:
+                note_unverified(self.layout.identity, f"store {path}")
+            elif identity is not None:
+                known_identity(self.layout, identity, f"store {path}")
+            with store_errors(self.path):
+                writers.sweep()
+            undo.pop_all()
         self._fingerprint = bytes.fromhex(fingerprint(self.layout))
         self._counter = Counter()
-        self.tree = RowTree(
-            self.path, self._fingerprint.hex(), self._files, self.capacity, self._counter
-        )
-        with store_errors(self.path):
-            self.tree.writers.sweep()
+        name = self._fingerprint.hex()
+        self.tree = RowTree(self.path, name, self._files, self.capacity, self._counter, writers)
         self._threads = ThreadPoolExecutor(threads, "kvstow-disk") if threads else None
         self._own = local()
         self._opener = os.getpid()

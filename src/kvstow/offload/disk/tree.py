@@ -62,12 +62,17 @@ class RowTree:
     """
 
     def __init__(
-        self, path: Path, fingerprint: str, files: Files, capacity: int, counter: Counter
+        self,
+        path: Path,
+        fingerprint: str,
+        files: Files,
+        capacity: int,
+        counter: Counter,
+        writers: "Writers",
     ) -> None:
         self.path, self.capacity, self._counter = path, capacity, counter
         self._root = f"{path}/rows-{fingerprint[:16]}"
-        self._files = files
-        self.writers = Writers(path, files)
+        self._files, self.writers = files, writers
         self._lock = Lock()
         self._rows = self._nbytes = 0
         """In the tree, and of their files."""
@@ -232,7 +237,8 @@ class RowTree:
 
 
 class Writers:
-    """Folders in which processes write files that have no names in the tree yet.
+    """Folders in which processes write files that have no names in the store yet: of rows, and of
+    what the store states.
 
     Whoever writes holds a lock on its folder, which the system ends with the process; what is in
     the folders of others that hold none is left over, and goes.
@@ -289,7 +295,7 @@ class Writers:
         """Nothing is written any more."""
         if self._fd >= 0:
             with suppress(OSError):
-                os.rmdir(self._folder)
+                self._remove_folder(self._folder)
             os.close(self._fd)
             self._folder, self._fd = "", -1
 
