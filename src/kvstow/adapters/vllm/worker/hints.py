@@ -8,13 +8,13 @@
 loads from below is in host memory from then on.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from time import monotonic
 
 import numpy as np
 
 from kvstow.adapters.vllm.protocol import HintedRows, StepOrders, StepResults
-from kvstow.adapters.vllm.worker.part import RankPart
+from kvstow.adapters.vllm.worker.part import RankPart, Task, Tasks
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.tier import Tier, held_by_any, select
 
@@ -32,7 +32,7 @@ class RowHints(RankPart):
 
     def __init__(self, host: HostTier, groups: Sequence[int], lower: Sequence[Tier]) -> None:
         self._host, self._groups, self._lower = host, groups, lower
-        self._tasks: list[Generator[None]] = []
+        self._tasks = Tasks()
         self._pinned_bytes = 0
         self._next_look = 0.0
 
@@ -40,29 +40,27 @@ class RowHints(RankPart):
         for hint in step.hints:
             match hint.action:
                 case "pin":
-                    self._tasks.append(self._pin(hint))
+                    self._tasks.begin(self._pin(hint))
                 case "demote":
-                    self._tasks.append(self._demote(hint))
+                    self._tasks.begin(self._demote(hint))
                 case _:
-                    self._tasks.append(self._retain(hint))
+                    self._tasks.begin(self._retain(hint))
 
     def report(self, results: StepResults) -> None:
         if self._tasks and monotonic() >= self._next_look:
             self._next_look = monotonic() + LOOK_SECONDS
-            self._tasks = [task for task in self._tasks if next(task, self) is not self]
+            self._tasks.resume()
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.close()
-        self._tasks = []
+        self._tasks.end()
 
-    def _retain(self, hint: HintedRows) -> Generator[None]:
+    def _retain(self, hint: HintedRows) -> Task:
         for group, keys in zip(self._groups, hint.keys, strict=True):
             with self._host.held(group, keys):
                 pass  # a row that was read is the last to go
         yield
 
-    def _pin(self, hint: HintedRows) -> Generator[None]:
+    def _pin(self, hint: HintedRows) -> Task:
         until, pinned = monotonic() + hint.seconds, [set[int]() for _ in self._groups]
         try:
             while monotonic() < until:
@@ -85,7 +83,7 @@ class RowHints(RankPart):
         self._pinned_bytes += len(new) * nbytes
         return new
 
-    def _demote(self, hint: HintedRows) -> Generator[None]:
+    def _demote(self, hint: HintedRows) -> Task:
         until, left = monotonic() + DEMOTE_SECONDS, [list(keys) for keys in hint.keys]
         while self._lower and any(left) and monotonic() < until:
             for g, group in enumerate(self._groups):

@@ -1,6 +1,39 @@
 """What a rank is made of: parts with the same verbs, called in every step of the engine."""
 
+from collections.abc import Generator
+from contextlib import suppress
+
 from kvstow.adapters.vllm.protocol import StepOrders, StepResults
+
+Task = Generator[None]
+"""Something that waits: read from top to bottom, resumed until it is over."""
+
+
+class Tasks:
+    """What a part has under way."""
+
+    def __init__(self) -> None:
+        self._running: list[Task] = []
+
+    def __len__(self) -> int:
+        """Those that are not over."""
+        return len(self._running)
+
+    def begin(self, task: Task) -> None:
+        """Do what can be done of it at once."""
+        if next(task, self) is not self:
+            self._running.append(task)
+
+    def resume(self) -> None:
+        """Go on with all, as far as they can."""
+        self._running = [task for task in self._running if next(task, self) is not self]
+
+    def end(self, error: Exception | None = None) -> None:
+        """End all where they are, by that error for those that want to know of one."""
+        for task in self._running:
+            with suppress(StopIteration, GeneratorExit):
+                task.throw(error or GeneratorExit())
+        self._running = []
 
 
 class RankPart:

@@ -9,7 +9,7 @@ What comes back is a handover like any other: pulled, fenced, compared, and comp
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -24,7 +24,7 @@ from kvstow.adapters.vllm.protocol import (
     StepOrders,
     StepResults,
 )
-from kvstow.adapters.vllm.worker.part import RankPart
+from kvstow.adapters.vllm.worker.part import RankPart, Task, Tasks
 from kvstow.errors import TransferError
 from kvstow.offload.host.tier import HostTier
 from kvstow.plan.view import Ints
@@ -93,7 +93,7 @@ class PeerClient(RankPart):
         """Addresses of peers, as of the last look."""
         self._rest_until: dict[str, float] = {}
         """By address, until when a peer is left alone."""
-        self._questions: list[Generator[None]] = []
+        self._questions = Tasks()
         self._answers: list[PeersAnswer] = []
         self._closing = Event()
         self._thread = guarded_thread(
@@ -163,28 +163,25 @@ class PeerClient(RankPart):
 
     def load(self, step: StepOrders) -> None:
         """Ask peers; what they say comes in `report`, within the budget."""
-        self._questions += [self._question(order) for order in step.asks]
-        self._resume()
+        for order in step.asks:
+            self._questions.begin(self._question(order))
 
     def has_news(self) -> bool:
-        self._resume()
+        self._questions.resume()
         return bool(self._answers)
 
     def report(self, results: StepResults) -> None:
         """What peers have said since the last time."""
         for address in self._broken():
             self._rest(address)
-        self._resume()
+        self._questions.resume()
         results.peers += self._answers
         for answer in self._answers:
             self._counts[Count.PEER_QUESTIONS] += 1
             self._counts[Count.PEER_TICKETS] += bool(answer.tickets)
         self._answers.clear()
 
-    def _resume(self) -> None:
-        self._questions = [each for each in self._questions if next(each, self) is not self]
-
-    def _question(self, order: AskPeers) -> Generator[None]:
+    def _question(self, order: AskPeers) -> Task:
         """One question, until the last peer has answered it. The longest beginning is told as soon
         as it is all that was asked for, or nobody is left; other tickets are handed back."""
         peers = self._peers(order.first)

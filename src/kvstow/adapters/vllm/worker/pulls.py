@@ -29,7 +29,7 @@ from kvstow.adapters.vllm.protocol import (
     blocks_with_tokens,
 )
 from kvstow.adapters.vllm.worker.offers import LeasedGenerations
-from kvstow.adapters.vllm.worker.part import RankPart
+from kvstow.adapters.vllm.worker.part import RankPart, Task, Tasks
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.route.blocks import Blocks
@@ -43,9 +43,6 @@ RETRY_SECONDS = 1.0
 
 HOLD_SECONDS = 1.0
 """Most failed pulls are quiet at once. A request waits so long for it, then its blocks are held."""
-
-Task = Generator[None]
-"""A pull, resumed in every step until it is over."""
 
 
 class RankPulls(RankPart):
@@ -72,7 +69,7 @@ class RankPulls(RankPart):
         self._counts = counts
         self._wake = wake
         self._after_steps = after_steps
-        self._tasks: list[Task] = []
+        self._tasks = Tasks()
         self._unquiet: dict[Hold, Transfer] = {}
         """Failed pulls whose requests have been told."""
         self._numbers = count(1)
@@ -97,8 +94,7 @@ class RankPulls(RankPart):
 
     def load(self, step: StepOrders) -> None:
         for pull in step.pulls:
-            self._tasks.append(self._run(pull, partial(self._report, pull.request)))
-        self.resume()
+            self._tasks.begin(self._run(pull, partial(self._report, pull.request)))
 
     def hear(self, early: EarlyPull) -> None:
         """Pull at once, between two steps, and answer when that is over."""
@@ -107,8 +103,7 @@ class RankPulls(RankPart):
             early.answer_to.send(EarlyAnswer(early.number, outcome))
 
         if all(self._agent.maps(ticket) for ticket in early.pull.tickets):
-            self._tasks.append(self._run(early.pull, answer))
-            self.resume()
+            self._tasks.begin(self._run(early.pull, answer))
         else:
             answer("declined")
 
@@ -129,14 +124,11 @@ class RankPulls(RankPart):
         self._agent.close()
         closed = TransferError(f"agent {self._agent.name!r} is closed", kind="aborted")
         self.resume()
-        for task in self._tasks:
-            with suppress(StopIteration):
-                task.throw(closed)
-        self._tasks = []
+        self._tasks.end(closed)
 
     def resume(self) -> None:
         """Go on with all pulls, as far as they can."""
-        self._tasks = [task for task in self._tasks if next(task, self) is not self]
+        self._tasks.resume()
 
     def _quiet_ones(self) -> tuple[Hold, ...]:
         """Held pulls that nobody writes for any more; told once."""

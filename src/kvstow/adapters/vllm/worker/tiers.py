@@ -8,16 +8,16 @@ have the mover's threads.
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from threading import Event
-from typing import Generic, TypeVar
+from threading import Event, Thread
 
 from kvstow.adapters.vllm.counts import Count, EngineCounts
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
+    KeyedBlocks,
     KeyLevels,
     KeysPresent,
     LoadBlocks,
@@ -28,7 +28,7 @@ from kvstow.adapters.vllm.protocol import (
 )
 from kvstow.adapters.vllm.scheduler.key_index import Level
 from kvstow.adapters.vllm.worker.hints import RowHints
-from kvstow.adapters.vllm.worker.part import RankPart
+from kvstow.adapters.vllm.worker.part import RankPart, Task, Tasks
 from kvstow.errors import StoreError
 from kvstow.memory.allocate import node_of
 from kvstow.memory.arena import Arena
@@ -59,108 +59,70 @@ STORE_SECONDS = 10.0
 """How long an engine that is stepped by hand waits for its rows to be stored."""
 
 
-Order = TypeVar("Order", StoreBlocks, LoadBlocks)
+class KeptRows:
+    """Where rows are: in host memory, which tells of every change, and on disk, where any process
+    may bring rows or take them, and which a thread looks at again and again.
 
-
-@dataclass(slots=True, eq=False)
-class TierJob(Generic[Order]):
-    """Rows on their way to or from the tiers: a part per group."""
-
-    order: Order
-    parts: list[MoverJob] = field(default_factory=list[MoverJob])
-    error: StoreError | None = None
-    begun: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_over(self) -> bool:
-        return all(part.over for part in self.parts)
-
-    @property
-    def num_damaged(self) -> int:
-        return sum(part.num_damaged for part in self.parts)
-
-    @property
-    def num_moved(self) -> int:
-        return sum(int(part.moved.sum()) for part in self.parts)
-
-    @property
-    def num_lost(self) -> int:
-        return sum(len(part.keys) for part in self.parts) - self.num_moved
-
-    @property
-    def fault(self) -> StoreError | None:
-        """What went wrong in some part."""
-        return next((each for each in (self.error, *(p.error for p in self.parts)) if each), None)
-
-
-class KeptKeys:
-    """Where rows are kept, and what of that was not told yet.
-
-    `touch` may be called in any thread; everything else belongs to the engine's.
+    `touch` may be called in any thread; `changes` belongs to the engine's.
     """
 
-    def __init__(self, groups: Sequence[int], host: HostTier | None = None) -> None:
-        self.host = host
-        self._group = {there: here for here, there in enumerate(groups)}
-        self._there = tuple(groups)
+    def __init__(self, groups: Sequence[int]) -> None:
+        self._groups = tuple(groups)
         self._touched: deque[tuple[int, Sequence[bytes]]] = deque()
-        self.below: tuple[set[bytes], ...] = tuple(set[bytes]() for _ in groups)
-        """Per group of the tiers, rows on disk, as far as they were looked up."""
+        """What was not told yet: rows of a group of the tiers have come, moved or gone."""
+        self._below: tuple[set[bytes], ...] = tuple(set[bytes]() for _ in groups)
+        """Per group of the tiers, rows on disk."""
+        self._listings: list[RowListing] = []
+        self._end = Event()
+        self._thread: Thread | None = None
 
     def touch(self, group: int, keys: Sequence[bytes]) -> None:
-        """Rows of a group of the tiers have come, moved or gone."""
         self._touched.append((group, keys))
 
-    def changes(self) -> KeyLevels:
-        """What was not told yet; told once."""
+    def forget(self, group: int, keys: Sequence[bytes]) -> None:
+        """Rows that were looked for are not there."""
+        self._below[group].difference_update(keys)
+        self.touch(group, keys)
+
+    def changes(self, host: HostTier) -> KeyLevels:
+        """By the engine's groups, where rows are now of which that was not told yet; told once."""
         touched: dict[int, dict[bytes, None]] = {}
         while self._touched:
             group, keys = self._touched.popleft()
             touched.setdefault(group, {}).update(dict.fromkeys(keys))
-        return {
-            self._group[group]: (tuple(keys), self._levels(group, list(keys)))
-            for group, keys in touched.items()
-        }
+        levels: dict[int, tuple[tuple[bytes, ...], bytes]] = {}
+        for group, each in touched.items():
+            keys, below = tuple(each), self._below[group]
+            here = host.contains(group, keys).tolist()
+            near = [Level.HOST if h else Level(k in below) for k, h in zip(keys, here, strict=True)]
+            levels[self._groups.index(group)] = keys, bytes(near)
+        return levels
 
-    def _levels(self, group: int, keys: Sequence[bytes]) -> bytes:
-        assert self.host is not None
-        near, below = self.host.contains(group, keys).tolist(), self.below[group]
-        return bytes(
-            Level.HOST if here else Level(key in below)
-            for key, here in zip(keys, near, strict=True)
-        )
-
-
-class DiskWatch:
-    """Looks for rows that any process has brought to the disk tier, or that are gone from it, in a
-    thread of its own."""
-
-    def __init__(self, disk: DiskTier, kept: KeptKeys) -> None:
-        self._kept = kept
+    def watch(self, disk: DiskTier) -> None:
+        """Look for rows on disk, now and every second."""
         self._listings = [RowListing(disk.tree, g) for g in range(len(disk.layout.groups))]
-        self._end = Event()
-        self.look()
+        self._look()
         self._thread = guarded_thread("kvstow-disk-watch", self._work, on_broken=lambda _: None)
         self._thread.start()
 
-    def look(self) -> None:
-        """Enter rows that have come, and forget those that have gone."""
+    def _look(self) -> None:
         for group, listing in enumerate(self._listings):
             came, gone = listing.look()
-            self._kept.below[group].update(came)
-            self._kept.below[group].difference_update(gone)
-            self._kept.touch(group, [*came, *gone])
+            self._below[group].update(came)
+            self.forget(group, gone)
+            self.touch(group, came)
 
     def _work(self) -> None:
         while not self._end.wait(LOOK_SECONDS):
             try:
-                self.look()
+                self._look()
             except OSError as error:
                 log.warning("disk tier: not looked at: %s", error)
 
     def close(self) -> None:
         self._end.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
 
 class WorkerTiers(RankPart):
@@ -193,40 +155,41 @@ class WorkerTiers(RankPart):
             )
         rows = self._disk.layout if self._disk else layout
         self._groups = [matching_group(layout, g, rows) for g in range(len(layout.groups))]
-        self._kept = KeptKeys(self._groups)
+        self._kept = KeptRows(self._groups)
         host_bytes = options.host_bytes
-        self._shared: DiskTier | None = None
+        shared: DiskTier | None = None
         if options.host_shared:
             host_bytes, shared_bytes = split_capacity(host_bytes)
-            self._shared = shared_tier(options.host_shared, rows, capacity=shared_bytes)
+            shared = shared_tier(options.host_shared, rows, capacity=shared_bytes)
         self.host = HostTier(
             rows,
             capacity=host_bytes,
             numa_node=node_of(arena.device),
             on_change=self._kept.touch,
         )
-        self._kept.host = self.host
         self._remote = RemoteTier(options.remote, rows) if options.remote else None
-        lower: tuple[Tier | None, ...] = (self._shared, self._disk, self._remote)
+        lower: tuple[Tier | None, ...] = (shared, self._disk, self._remote)
         self._lower = [tier for tier in lower if tier is not None]
         below = TierChain(self._lower) if self._lower else None
         self._mover = Mover(arena, self.host, below, checked=True)
-        self._watch = DiskWatch(self._disk, self._kept) if self._disk else None
+        if self._disk is not None:
+            self._kept.watch(self._disk)
         self._events: TierWatch | None = None
         if options.events and layout.tp[0] == layout.pp[0] == 0:
-            tiers: dict[str, Tier] = {"host": self.host}
-            tiers |= {"disk": self._disk} if self._disk else {}
-            tiers |= {"remote": self._remote} if self._remote else {}
-            self._events = TierWatch(tiers)
+            tiers: list[Tier] = [self.host, *(tier for tier in self._lower if tier is not shared)]
+            self._events = TierWatch({tier.name: tier for tier in tiers})
             self._events.start()
         self._is_here = arena.device.type == "cuda"
         self._after_steps = after_steps
         self._by_hand = by_hand
-        self._stores: list[TierJob[StoreBlocks]] = []
-        self._loads: list[TierJob[LoadBlocks]] = []
+        self._tasks = Tasks()
+        self._storing: set[int] = set()
+        """Jobs of stores that are not over."""
         self._look_ups = ThreadPoolExecutor(1, "kvstow-look-up") if self._remote else None
         self._answers: deque[KeysPresent] = deque()
         self._reasons: Counter[str] = Counter()
+        self._results = StepResults()
+        """What was not told yet."""
 
     @property
     def hints(self) -> RowHints:
@@ -248,7 +211,7 @@ class WorkerTiers(RankPart):
             else:
                 self._look_ups.submit(self._look_up, lookup)
         for order in step.loads:
-            self._loads.append(self._begin(order, self._load))
+            self._tasks.begin(self._load(order))
 
     def save(self, step: StepOrders) -> None:
         """Begin to keep rows, after what the engine has been given to compute. The blocks must
@@ -256,27 +219,23 @@ class WorkerTiers(RankPart):
         if step.store is not None:
             for group, (keys, _) in step.store.rows.items():
                 self._note(self._groups[group], keys)
-            self._stores.append(self._begin(step.store, self._store))
-        if self._by_hand:
-            self._await_stores()
+            self._tasks.begin(self._store(step.store))
+        until = time.monotonic() + STORE_SECONDS
+        while self._by_hand and self._storing and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+            self._resume()
 
     def has_news(self) -> bool:
         """Whether a load is over, or a look-up. Copies on CUDA are polled for."""
-        self._poll()
-        return bool(self._answers) or any(job.is_over for job in self._loads)
+        self._resume()
+        return bool(self._answers or self._results.received)
 
     def report(self, results: StepResults) -> None:
         """What has come of jobs and look-ups since the last time, and where rows are now."""
-        self._poll()
-        stored, self._stores = _parted(self._stores)
-        for job in stored:
-            self._note_store(job)
-        loaded, self._loads = _parted(self._loads)
-        lost = {job.order.request for job in loaded if not self._is_restored(job)}
+        self._resume()
         self._note_reasons()
-        results.received |= {job.order.request for job in loaded}
-        results.failed |= lost
-        results.stored.update(job.order.job for job in stored)
+        results.join(self._results)
+        self._results = StepResults()
         results.changes += self._changes()
         for _ in range(len(self._answers)):
             answer = self._answers.popleft()
@@ -285,86 +244,71 @@ class WorkerTiers(RankPart):
 
     def report_kept(self, results: StepResults) -> None:
         """Where rows are kept, as far as it was not told yet."""
-        kept = self._kept.changes()
+        kept = self._kept.changes(self.host)
         if kept:
             results.kept[self._name] = kept
 
     def finish(self) -> None:
         """Wait for all that has begun: nothing of it reads or writes the arena any more."""
         self._mover.drain(FINISH_SECONDS)
-        self._poll()
+        self._resume()
 
     def close(self) -> None:
         """Finish what has begun; what is on disk, or shared, stays there."""
         if self._look_ups is not None:
             self._look_ups.shutdown(cancel_futures=True)
-        for watch in (self._watch, self._events):
-            if watch is not None:
-                watch.close()
+        self._kept.close()
+        if self._events is not None:
+            self._events.close()
         self.finish()
         self._mover.close()
-        for tier in (self.host, self._shared, self._disk, self._remote):
-            if tier is not None:
-                tier.close()
+        for tier in (self.host, *self._lower):
+            tier.close()
+
+    def _resume(self) -> None:
+        self._mover.reap()
+        self._tasks.resume()
 
     # ── jobs ──────────────────────────────────────────────────────────────────────
 
-    def _begin(
-        self,
-        order: Order,
-        move: Callable[[int, Sequence[bytes], Sequence[int]], MoverJob],
-    ) -> TierJob[Order]:
-        job = TierJob(order)
-        for group, (keys, ids) in order.rows.items():
-            try:
-                if keys:
-                    job.parts.append(move(group, keys, ids))
-            except StoreError as error:
-                job.error = error
-        return job
+    def _store(self, order: StoreBlocks) -> Task:
+        def store(group: int, keys: Sequence[bytes], ids: Sequence[int]) -> MoverJob:
+            return self._mover.store(group, ids, keys, here=self._is_here)
 
-    def _store(self, group: int, keys: Sequence[bytes], ids: Sequence[int]) -> MoverJob:
-        return self._mover.store(group, ids, keys, here=self._is_here)
-
-    def _load(self, group: int, keys: Sequence[bytes], ids: Sequence[int]) -> MoverJob:
-        behind = self._after_steps
-        here = self._is_here and not behind
-        return self._mover.load(group, keys, ids, after_stream=behind, here=here)
-
-    def _note_store(self, job: TierJob[StoreBlocks]) -> None:
-        self._counts[Count.STORED_ROWS] += job.num_moved
-        if job.fault is not None:
-            log.warning("store failed: %s", job.fault)
+        self._storing.add(order.job)
+        jobs, error = yield from _moved(order.rows, store)
+        self._storing.discard(order.job)
+        self._counts[Count.STORED_ROWS] += sum(int(job.moved.sum()) for job in jobs)
+        if error is not None:
+            log.warning("store failed: %s", error)
             self._counts[Count.STORE_FAILURES] += 1
+        self._results.stored[order.job] += 1
 
-    def _is_restored(self, job: TierJob[LoadBlocks]) -> bool:
-        """Whether all rows of a load have come."""
-        for part in job.parts:
-            self._forget(self._groups[part.group], select(part.keys, ~part.moved))
-        if job.num_damaged:
-            self._counts[Count.DAMAGED_ROWS] += job.num_damaged
-        if job.fault is None and not job.num_lost:
-            self._counts[Count.RESTORED_TOKENS] += job.order.num_tokens
-            self._counts.seconds[Count.LOAD_SECONDS].append(time.monotonic() - job.begun)
-            return True
-        log.warning(
-            "request %s: restore failed: %s",
-            job.order.request,
-            job.fault
-            or f"{job.num_lost - job.num_damaged} rows were gone when they were fetched, "
-            f"{job.num_damaged} were damaged",
-        )
+    def _load(self, order: LoadBlocks) -> Task:
+        """A load from its order to its end; it has failed unless all rows have come."""
+
+        def load(group: int, keys: Sequence[bytes], ids: Sequence[int]) -> MoverJob:
+            behind = self._after_steps
+            here = self._is_here and not behind
+            return self._mover.load(group, keys, ids, after_stream=behind, here=here)
+
+        began = time.monotonic()
+        jobs, error = yield from _moved(order.rows, load)
+        num_lost = sum(int((~job.moved).sum()) for job in jobs)
+        num_damaged = sum(job.num_damaged for job in jobs)
+        for job in jobs:
+            self._kept.forget(self._groups[job.group], select(job.keys, ~job.moved))
+        if num_damaged:
+            self._counts[Count.DAMAGED_ROWS] += num_damaged
+        self._results.received.add(order.request)
+        if error is None and not num_lost:
+            self._counts[Count.RESTORED_TOKENS] += order.num_tokens
+            self._counts.seconds[Count.LOAD_SECONDS].append(time.monotonic() - began)
+            return
+        why = f"{num_lost - num_damaged} rows were gone, {num_damaged} were damaged"
+        log.warning("request %s: restore failed: %s", order.request, error or why)
+        self._results.failed.add(order.request)
         self._counts[Count.RESTORE_FAILURES] += 1
-        return False
-
-    def _await_stores(self) -> None:
-        until = time.monotonic() + STORE_SECONDS
-        while not all(job.is_over for job in self._stores) and time.monotonic() < until:
-            time.sleep(POLL_SECONDS)
-            self._poll()
-
-    def _poll(self) -> None:
-        self._mover.reap()
 
     # ── what is where ─────────────────────────────────────────────────────────────
 
@@ -383,10 +327,8 @@ class WorkerTiers(RankPart):
         present: list[tuple[bool, ...]] = []
         for keys, g in zip(lookup.keys, self._groups, strict=True):
             self._note(g, keys)
-            here = self.host.contains(g, keys)
-            if self._lower and not here.all():
-                here[~here] = held_by_any(self._lower, g, select(keys, ~here))
-                self._forget(g, select(keys, ~here))
+            here = held_by_any([self.host, *self._lower], g, keys)
+            self._kept.forget(g, select(keys, ~here))
             present.append(tuple(here.tolist()))
         return KeysPresent(request=lookup.request, present=tuple(present))
 
@@ -394,11 +336,6 @@ class WorkerTiers(RankPart):
         """Keys of whose rows events may tell."""
         if self._events is not None:
             self._events.note(group, keys)
-
-    def _forget(self, group: int, keys: Sequence[bytes]) -> None:
-        """Rows that were looked for and are not there."""
-        self._kept.below[group].difference_update(keys)
-        self._kept.touch(group, keys)
 
     def _note_reasons(self) -> None:
         """Count rows that went no further than host memory, rows that the remote store took, and
@@ -423,10 +360,20 @@ class WorkerTiers(RankPart):
         )
 
 
-def _parted(
-    jobs: Sequence[TierJob[Order]],
-) -> tuple[list[TierJob[Order]], list[TierJob[Order]]]:
-    """Jobs that are over, and the others; each is asked once, for it may end meanwhile."""
-    over = [job.is_over for job in jobs]
-    ended = [job for job, is_over in zip(jobs, over, strict=True) if is_over]
-    return ended, [job for job, is_over in zip(jobs, over, strict=True) if not is_over]
+def _moved(
+    rows: Mapping[int, KeyedBlocks],
+    move: Callable[[int, Sequence[bytes], Sequence[int]], MoverJob],
+) -> Generator[None, None, tuple[list[MoverJob], StoreError | None]]:
+    """Rows on their way, a job per group, until nothing of them moves any more; and an error."""
+    jobs: list[MoverJob] = []
+    errors: list[StoreError | None] = []
+    for group, (keys, ids) in rows.items():
+        try:
+            if keys:
+                jobs.append(move(group, keys, ids))
+        except StoreError as error:
+            errors.append(error)
+    while not all(job.over for job in jobs):
+        yield
+    errors += [job.error for job in jobs]
+    return jobs, next((error for error in errors if error is not None), None)
