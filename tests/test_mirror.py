@@ -16,7 +16,6 @@ ELSEWHERE = {
     "adapters/vllm/scheduler/handovers.py": "adapters/vllm/scheduler/test_side.py",
     "adapters/vllm/scheduler/offers.py": "adapters/vllm/scheduler/test_side.py",
     "adapters/vllm/scheduler/parts.py": "adapters/vllm/scheduler/test_early.py",
-    "adapters/vllm/scheduler/peers.py": "adapters/vllm/worker/test_peers.py",
     "adapters/vllm/secondary.py": "vllm/test_secondary.py",
     "adapters/vllm/worker/offers.py": "adapters/vllm/worker/test_side.py",
     "adapters/vllm/worker/part.py": "adapters/vllm/worker/test_side.py",

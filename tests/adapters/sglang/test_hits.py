@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.adapters.sglang.hits import PoolPresence, leading, restorable_pages
+from kvstow.adapters.sglang.hits import leading, restorable_pages, trailing
+from kvstow.plan.retention import Full
 
 pages = st.lists(st.booleans(), max_size=9)
 
@@ -28,7 +29,10 @@ def can_restore(length: int, kv: list[bool], pools: list[tuple[list[bool], int |
 @given(prefixes())
 def test_a_prefix_is_restorable_if_every_pool_has_what_it_needs_of_it(prefix):
     kv, pools = prefix
-    others = {f"p{i}": PoolPresence(np.array(p, bool), n) for i, (p, n) in enumerate(pools)}
+    others = {
+        f"p{i}": (Full() if last is None else trailing(last), np.array(present, bool))
+        for i, (present, last) in enumerate(pools)
+    }
     found = restorable_pages(np.array(kv, bool), others)
     expected = [n for n in range(1, len(kv) + 1) if can_restore(n, kv, pools)]
     assert found.lengths == expected
@@ -43,8 +47,8 @@ def test_leading_pages_end_before_the_first_that_is_absent(present):
 
 def test_a_pool_alone_may_reach_further_than_all_together():
     kv = np.ones(5, bool)
-    states = PoolPresence(np.array([0, 0, 1, 0, 1], bool), 1)
-    sparse = PoolPresence(np.array([1, 1, 1, 1, 0], bool))
+    states = trailing(1), np.array([0, 0, 1, 0, 1], bool)
+    sparse = Full(), np.array([1, 1, 1, 1, 0], bool)
     found = restorable_pages(kv, {"mamba": states, "indexer": sparse})
     assert found.lengths == [3]
     assert found.by_pool == {"kv": 5, "mamba": 5, "indexer": 4}

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from kvstow.adapters.chunks import ChunkStore
-from kvstow.adapters.sglang.hits import PoolPresence, leading, restorable_pages
+from kvstow.adapters.sglang.hits import leading, restorable_pages, trailing
 from kvstow.adapters.sglang.options import SETTINGS, HiCacheOptions, adapters_name, rank_name
 from kvstow.adapters.sglang.pages import HostPages, HostPool
 from kvstow.errors import KvstowError, SpecError
 from kvstow.offload.remote.calls import Tallies
 from kvstow.offload.tier import Bools, log
 from kvstow.plan.identity import Identity
+from kvstow.plan.retention import Full, Retention
 
 if TYPE_CHECKING:
     from enum import Enum
@@ -170,13 +171,13 @@ class KvstowHiCache(HiCacheStorage):
         """Pools of which SGLang wants block groups get no verdict, as it allows."""
         kv = self._present(KV, keys)
         near = keys[: leading(kv)]
-        others: dict[str, PoolPresence] = {}
+        others: dict[str, tuple[Retention, Bools]] = {}
         for transfer in pool_transfers or ():
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue
             is_trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
-            trailing = max(1, len(transfer.keys or ())) if is_trailing else None
-            others[str(transfer.name)] = PoolPresence(self._present(transfer.name, near), trailing)
+            needs = trailing(len(transfer.keys or ())) if is_trailing else Full()
+            others[str(transfer.name)] = needs, self._present(transfer.name, near)
         hits = restorable_pages(kv, others)
         by_pool = {PoolName(name): pages for name, pages in hits.by_pool.items()}
         return PoolTransferResult(hits.longest, by_pool, hits.lengths)

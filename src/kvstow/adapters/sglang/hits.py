@@ -1,11 +1,9 @@
 """How many pages of a prefix can be restored, from what each pool has of it.
 
-The pages of the KV pool count from the first on. Another pool must have
-
-    all pages        every page of the prefix, as sparse indices do
-    trailing pages   the last few pages of the prefix, as windows and recurrent states do
-
-so a prefix may be restorable at 3 and 5 pages and not at 4.
+The pages of the KV pool count from the first on. What the prefix needs of another pool is a
+retention whose tokens are pages: all of them (`Full`), as sparse indices do, or the last few
+(`trailing`), as windows and recurrent states do. So a prefix may be restorable at 3 and 5 pages and
+not at 4.
 """
 
 from collections.abc import Mapping
@@ -13,25 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstow.offload.tier import Bools
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PoolPresence:
-    """Which pages of a prefix a pool has. `trailing` is how many of the last pages it must have;
-    None for all."""
-
-    present: Bools
-    trailing: int | None = None
-
-    def fits(self, most: int) -> Bools:
-        """Whether prefixes of 1, 2, … `most` pages have what they need of this pool."""
-        present = self.present[:most]
-        if self.trailing is None:
-            return np.logical_and.accumulate(present)
-        absent = np.concatenate([[0], np.cumsum(~present)])
-        ends = np.arange(1, most + 1)
-        return absent[ends] == absent[np.maximum(0, ends - max(1, self.trailing))]
+from kvstow.plan.retention import Bools, Retention, Window, can_hit
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +27,25 @@ class RestorablePages:
         return self.lengths[-1] if self.lengths else 0
 
 
+def trailing(num_pages: int) -> Retention:
+    """What needs so many of a prefix's last pages."""
+    return Window(max(1, num_pages) + 1)
+
+
 def leading(present: Bools) -> int:
     """How many are there before the first that is not."""
     return len(present) if present.all() else int(np.argmin(present))
 
 
-def restorable_pages(kv: Bools, others: Mapping[str, PoolPresence]) -> RestorablePages:
-    """The prefixes that can be restored; the KV pool's own number is under `kv`."""
+def restorable_pages(kv: Bools, others: Mapping[str, tuple[Retention, Bools]]) -> RestorablePages:
+    """The prefixes that can be restored, from what is needed of each pool and which pages are
+    there; the KV pool's own number is under `kv`."""
     most = leading(kv)
     by_pool = {"kv": most} if most else {}
-    fits = np.ones(most, bool)
-    for name, pool in others.items():
-        own = pool.fits(most)
+    lengths, fits = np.arange(1, most + 1), np.ones(most, bool)
+    for name, (needs, present) in others.items():
+        own = can_hit(needs, lengths, 1, present[:most])
         if fits.any() and own.any():
-            by_pool[name] = int(np.flatnonzero(own)[-1]) + 1
+            by_pool[name] = int(lengths[own][-1])
         fits &= own
-    return RestorablePages((np.flatnonzero(fits) + 1).tolist(), by_pool)
+    return RestorablePages(lengths[fits].tolist(), by_pool)

@@ -5,6 +5,7 @@ itself is in tests/vllm.
 """
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,10 @@ from typer.testing import CliRunner
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import OfferBlocks
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
+from kvstow.adapters.vllm.worker.part import Task
 from kvstow.cli import app
-from kvstow.errors import StoreError
+from kvstow.errors import StoreError, TransferError
+from kvstow.threads import broken_threads
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric
 from pretended_engine import (
@@ -252,6 +255,26 @@ def test_a_failed_load_gives_the_blocks_back_before_their_lease_ends():
     finally:
         prefill.hands.close()
         decode.hands.close()
+
+
+def test_mail_that_comes_while_a_rank_is_closed_waits_until_its_pulls_have_ended():
+    engine = Engine.start(Fabric(), "engine", SETTINGS, "BLHNC")
+    pulls, ends = engine.hands.pulls, list[str]()
+
+    def pull() -> Task:
+        try:
+            while True:
+                yield
+        except TransferError:
+            engine.hands.endpoint.inbox.wake()
+            time.sleep(0.1)  # the listener's turn, were it not for the lock
+            ends.append("closed")
+
+    pulls._tasks.begin(pull())
+    before = broken_threads()
+    engine.hands.close()
+    wait_for(lambda: "kvstow-mail" not in {each.name for each in threading.enumerate()})
+    assert (ends, broken_threads()) == (["closed"], before)
 
 
 def test_one_prefill_instance_serves_decode_instances_of_one_and_of_two_ranks():

@@ -12,7 +12,7 @@ group, in which each token sees all before it; everything else is loaded beside 
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import count
 from typing import Literal
 
@@ -57,8 +57,6 @@ class EarlyPulls:
         self._inbox = Inbox()
         self._numbers = count(1)
         self._running: dict[int, Pull] = {}
-        self._ended: dict[str, EarlyOutcome] = {}
-        """By request, pulls that have ended since the last time."""
         self._unplanned: dict[str, int] = {}
         """By request that the engine has not planned yet, blocks that wait for it."""
         self._num_resets = 0
@@ -67,8 +65,11 @@ class EarlyPulls:
         """Pulls that are not over."""
         return len(self._running)
 
-    def begin(self, request: Request, handover: Handover) -> Begin:
-        """Have every rank pull the whole blocks of a hand-over, but those that are here."""
+    def begin(
+        self, request: Request, handover: Handover, over: Callable[[EarlyOutcome], None]
+    ) -> Begin:
+        """Have every rank pull the whole blocks of a hand-over, but those that are here. `over` is
+        called when a pull that has begun has ended, by `wait` or `poll`."""
         size, pool = self._block_tokens, self._engine.pool
         total = min(handover.num_tokens, len(request.all_token_ids) - 1) // size
         if not self._seconds or pool is None or not self._may_be_found(request, total):
@@ -98,7 +99,9 @@ class EarlyPulls:
         if not num_ranks:
             pool.release(blocks)
             return "beside steps"
-        self._running[order.number] = pull = self._pull(request, blocks, len(cached), num_ranks)
+        self._running[order.number] = pull = self._pull(
+            request, blocks, len(cached), num_ranks, over
+        )
         next(pull)
         self._unplanned[request.request_id] = needed
         return "begun"
@@ -107,7 +110,14 @@ class EarlyPulls:
         """Whether the engine looks for so many blocks of a request in its cache."""
         return len(request.block_hashes) >= num_blocks and not request.skip_reading_prefix_cache
 
-    def _pull(self, request: Request, blocks: Sequence[int], cached: int, num_ranks: int) -> Pull:
+    def _pull(
+        self,
+        request: Request,
+        blocks: Sequence[int],
+        cached: int,
+        num_ranks: int,
+        over: Callable[[EarlyOutcome], None],
+    ) -> Pull:
         """A pull that so many ranks were told of, until all of them have answered: the same, or it
         has failed. `cached` of its blocks hold the prompt's beginning."""
         until, resets = time.monotonic() + self._seconds, self._num_resets
@@ -126,33 +136,27 @@ class EarlyPulls:
         self._engine.blocks.release(blocks[::-1])  # a prompt's end is given away first
         is_late = outcome == "accepted" and time.monotonic() > until
         self._engine.counts[f"{Count.EARLY_PULLS} {'late' if is_late else outcome}"] += 1
-        self._ended[request.request_id] = outcome
-        yield
+        over(outcome)
 
-    def wait(self) -> dict[str, EarlyOutcome]:
-        """Wait a moment for the pulls that run; those that have ended, by request."""
-        return self._hear_until(time.monotonic() + self._seconds)
+    def wait(self) -> None:
+        """Wait a moment for the pulls that run."""
+        self._hear_until(time.monotonic() + self._seconds)
 
-    def poll(self) -> dict[str, EarlyOutcome]:
-        """Pulls that have ended since the last time, by request."""
-        return self._hear_until(0.0)
+    def poll(self) -> None:
+        """Hear which pulls have ended."""
+        self._hear_until(0.0)
 
-    def _hear_until(self, until: float) -> dict[str, EarlyOutcome]:
+    def _hear_until(self, until: float) -> None:
         while self._running:
             left = max(0.0, until - time.monotonic())
             answer: EarlyAnswer | None = self._inbox.receive(left)
             if answer is None and not left:
-                break
+                return
             if answer is not None and answer.number in self._running:
-                self._tell(answer)
-        ended, self._ended = self._ended, {}
-        return ended
-
-    def _tell(self, answer: EarlyAnswer) -> None:
-        before = len(self._ended)
-        self._running[answer.number].send(answer.outcome)
-        if len(self._ended) > before:
-            del self._running[answer.number]
+                try:
+                    self._running[answer.number].send(answer.outcome)
+                except StopIteration:
+                    del self._running[answer.number]
 
     def planned(self, request: str) -> None:
         """The engine has taken up a request, or has dropped it."""

@@ -1,4 +1,5 @@
-"""Tickets that came with requests: checked, kept alive, pulled with, or given back.
+"""Tickets that came with requests, or that peers give for their keys: checked, kept alive, pulled
+with, or given back.
 
 What is pulled before the engine plans a request is in `early`; everything else is ordered when it
 has given blocks.
@@ -9,12 +10,15 @@ read once: the first request pulls, and the others find its blocks in the engine
 
 import logging
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd
+from typing import Literal
 
 from kvstow.adapters.vllm.counts import Count
 from kvstow.adapters.vllm.engine import Request
 from kvstow.adapters.vllm.protocol import (
+    AskPeers,
     BlockIds,
     EarlyOutcome,
     EngineRequest,
@@ -26,9 +30,11 @@ from kvstow.adapters.vllm.protocol import (
     tickets_to_drop,
 )
 from kvstow.adapters.vllm.scheduler.early import EarlyPulls
+from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
 from kvstow.adapters.vllm.scheduler.parts import EngineState, Hits, PrefixSource
 from kvstow.errors import TransferError
 from kvstow.plan.identity import Identity
+from kvstow.transfer.channel.messages import MAX_ASKED_KEYS
 from kvstow.transfer.tickets.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -37,18 +43,27 @@ MOST_USED = 256
 """Tickets that were used are remembered, for requests that carry them and come later."""
 
 
+Stage = Literal["waiting", "early", "abandoned", "loading"]
+"""Nobody has pulled with the tickets; an early pull is under way, for a request that waits for it,
+or one that was dropped; a pull was ordered."""
+
+
+@dataclass(slots=True, eq=False)
+class TakeOver:
+    """A request's tickets, and what has become of them."""
+
+    handover: Handover
+    stage: Stage = "waiting"
+
+
 class Handovers(PrefixSource):
     """Tickets of one engine's requests. Without `takes_over` nothing is pulled: the engine gives
     blocks away that a step under way still writes to."""
 
-    def __init__(self, engine: EngineState, early: EarlyPulls) -> None:
+    def __init__(self, engine: EngineState) -> None:
         self._engine = engine
-        self._early = early
-        self._waiting: dict[str, Handover] = {}
-        """By request, tickets that nobody has pulled with."""
-        self._pulling: dict[str, Handover] = {}
-        self._early_ones: set[str] = set()
-        """Those among them whose requests wait for it."""
+        self.early = EarlyPulls(engine)
+        self._requests: dict[str, TakeOver] = {}
         self._used: deque[frozenset[tuple[str, int]]] = deque(maxlen=MOST_USED)
 
     # ── tickets come ──────────────────────────────────────────────────────────────
@@ -75,35 +90,33 @@ class Handovers(PrefixSource):
 
     def offer(self, id: str, handover: Handover) -> None:
         """A request may take these tokens over."""
-        self._waiting[id] = handover
+        self._requests[id] = TakeOver(handover)
         self._engine.step.keeps += handover.tickets
 
     def _pull_early(self, request: Request, handover: Handover) -> bool:
         """Pull before the engine plans the request; whether that is done, or has begun."""
         if self._is_pulled_for_another(handover):
             return False
-        match self._early.begin(request, handover):
+        over = partial(self._end_early, request.request_id)
+        match self.early.begin(request, handover, over):
             case "beside steps":
                 return False
             case "needless":
                 self._engine.step.drops += handover.tickets
             case "begun":
-                self._pulling[request.request_id] = handover
-                self._early_ones.add(request.request_id)
-                self._settle(self._early.wait())
+                self._requests[request.request_id] = TakeOver(handover, "early")
+                self.early.wait()
         return True
 
-    def _settle(self, ended: Mapping[str, EarlyOutcome]) -> None:
-        """Early pulls have ended: their tickets are used up, unless no rank has tried."""
-        for id, outcome in ended.items():
-            handover, is_awaited = self._pulling.pop(id), id in self._early_ones
-            self._early_ones.discard(id)
-            if outcome != "declined":
-                self._use_up(handover)
-            elif is_awaited:
-                self.offer(id, handover)
-            else:
-                self._engine.step.drops += handover.tickets
+    def _end_early(self, id: str, outcome: EarlyOutcome) -> None:
+        """An early pull has ended: its tickets are used up, unless no rank has tried."""
+        taken = self._requests.pop(id)
+        if outcome != "declined":
+            self._use_up(taken.handover)
+        elif taken.stage == "early":
+            self.offer(id, taken.handover)
+        else:
+            self._engine.step.drops += taken.handover.tickets
 
     def _check_role(self) -> None:
         if not self._engine.takes_over:
@@ -150,28 +163,32 @@ class Handovers(PrefixSource):
     # ── and are used ──────────────────────────────────────────────────────────────
 
     def has(self, id: str) -> bool:
-        return id in self._waiting
+        return id in self._requests and self._requests[id].stage == "waiting"
 
     def reach(self, id: str, num_computed: int, num_held: int) -> int | None:
-        if id in self._early_ones:
-            self._settle(self._early.poll())
-            return None  # the engine has looked into its cache before it asked
-        handover = self._waiting.get(id)
-        if handover is None:
+        taken = self._requests.get(id)
+        if taken is None:
             return num_held
-        if self._is_pulled_for_another(handover):
+        if taken.stage == "early":
+            self.early.poll()
+            return None  # the engine has looked into its cache before it asked
+        if taken.stage != "waiting":
+            return num_held
+        if self._is_pulled_for_another(taken.handover):
             return None
-        return max(num_held, handover.num_tokens)
+        return max(num_held, taken.handover.num_tokens)
 
     def load(self, id: str, ids: BlockIds, start: int, num_tokens: int) -> Hits:
         """Pull. Where there are no tickets any more, or too few, the pull fails, and the engine
         computes."""
-        handover = self._waiting.pop(id, None)
         tickets: tuple[Ticket, ...] = ()
-        if handover is not None:
-            self._pulling[id] = handover
-            tickets = self._tickets_for(handover, num_tokens)
-        is_peers = handover is not None and handover.from_peer
+        seconds = None
+        if self.has(id):
+            taken = self._requests[id]
+            taken.stage = "loading"
+            tickets = self._tickets_for(taken.handover, num_tokens)
+            if taken.handover.from_peer:
+                seconds = self._engine.options.peers_pull_seconds
         self._engine.step.pulls.append(
             PullBlocks(
                 request=id,
@@ -179,7 +196,7 @@ class Handovers(PrefixSource):
                 ids=ids,
                 start_token=start,
                 num_tokens=num_tokens,
-                seconds=self._engine.options.peers_pull_seconds if is_peers else None,
+                seconds=seconds,
                 may_hold=self._engine.pool is not None,
             )
         )
@@ -200,44 +217,119 @@ class Handovers(PrefixSource):
         return ()
 
     def _is_pulled_for_another(self, handover: Handover) -> bool:
-        return any(other.leases == handover.leases for other in self._pulling.values())
+        return any(
+            other.stage != "waiting" and other.handover.leases == handover.leases
+            for other in self._requests.values()
+        )
 
     def computes(self, id: str) -> None:
         """Tickets that were pulled for it are used up, for those that waited, too; tickets that
         will not be pulled are dropped, unless another request has the same."""
-        self._early.planned(id)
-        if id in self._early_ones:  # it was dropped; others may wait for what comes
-            self._early_ones.discard(id)
+        self.early.planned(id)
+        taken = self._requests.get(id)
+        if taken is None:
             return
-        used = self._pulling.pop(id, None)
-        if used is not None:
-            self._use_up(used)
-        handover = self._waiting.pop(id, None)
-        if handover is None or self._is_pulled_for_another(handover):
+        if taken.stage in ("early", "abandoned"):  # others may wait for what comes
+            taken.stage = "abandoned"
             return
-        if all(other.leases != handover.leases for other in self._waiting.values()):
-            self._engine.step.drops += handover.tickets
+        del self._requests[id]
+        others = {other.handover.leases for other in self._requests.values()}
+        if taken.stage == "loading":
+            self._use_up(taken.handover)
+        elif taken.handover.leases not in others:
+            self._engine.step.drops += taken.handover.tickets
 
     def _use_up(self, used: Handover) -> None:
         """Tickets were pulled with: those who waited for it find what it brought in the cache."""
         self._used.append(used.leases)
-        for other, handover in tuple(self._waiting.items()):
-            if handover.leases == used.leases:
-                self._engine.step.drops += self._waiting.pop(other).tickets
+        for id, other in tuple(self._requests.items()):
+            if other.stage == "waiting" and other.handover.leases == used.leases:
+                self._engine.step.drops += self._requests.pop(id).handover.tickets
 
     def ended(self, id: str, ids: BlockIds, num_tokens: int) -> None:
         self.computes(id)
 
     def apply(self, results: StepResults) -> None:
-        self._settle(self._early.poll())
+        self.early.poll()
 
     def plan(self) -> None:
-        self._settle(self._early.poll())
+        self.early.poll()
 
     def reset(self, identity: Identity) -> None:
-        self._early.reset()
-        for id in tuple(self._waiting):
+        self.early.reset()
+        for id in tuple(filter(self.has, self._requests)):
             self.computes(id)
 
     def close(self) -> None:
-        self._early.close()
+        self.early.close()
+
+
+# ── tickets of peers ──────────────────────────────────────────────────────────────────
+
+
+class PeerQuestions(PrefixSource):
+    """Which requests ask peers; each does so once. Holds no memory and waits for nothing."""
+
+    def __init__(self, engine: EngineState, handovers: Handovers) -> None:
+        self._engine, self._handovers = engine, handovers
+        self.step = gcd(*(group.block_tokens for group in engine.groups))
+        """Tokens from one key of a question to the next."""
+        self._requests: dict[str, tuple[EngineRequest, RequestKeys]] = {}
+        self._waiting: dict[str, int] = {}
+        """Tokens that were held when peers were asked."""
+
+    def arrived(self, request: EngineRequest, keys: RequestKeys, *, has_tickets: bool) -> None:
+        if request.shareable and not has_tickets:
+            self._requests[request.id] = request, keys
+
+    def reach(self, id: str, num_computed: int, num_held: int) -> int | None:
+        """What the other sources have, or None while peers are asked for what is missing."""
+        return None if self._waits(id, num_held) else num_held
+
+    def _waits(self, id: str, num_held: int) -> bool:
+        if id in self._waiting:
+            return True
+        if id not in self._requests:
+            return False
+        request, keys = self._requests.pop(id)
+        limits = request.load_limits
+        most = limits.up_to(len(request.tokens) - max(1, self._engine.ahead), num_held)
+        limit = most // self._engine.unit * self._engine.unit
+        has_peer = limits.allows("cpu", "remote") and (self._engine.options.peers or limits.peer)
+        if not has_peer or limit - num_held < max(self._engine.options.peers_tokens, 1):
+            return False
+        self._waiting[id] = num_held
+        first = tuple(keys.of(self.step, limit)[:MAX_ASKED_KEYS])
+        self._engine.step.asks.append(
+            AskPeers(request=id, keys=first, step=self.step, first=limits.peer)
+        )
+        return True
+
+    def apply(self, results: StepResults) -> None:
+        """Peers have been asked: their tickets are kept alive where they have more than is held
+        already, for somebody who waits for it, or handed back."""
+        for answer in results.peers:
+            num_held = self._waiting.pop(answer.request, None)
+            num_tokens = answer.tickets[0].num_tokens if answer.tickets else 0
+            if num_held is None or num_tokens <= num_held:
+                self._engine.step.drops += answer.tickets
+            else:
+                handover = Handover(
+                    tickets=answer.tickets, num_tokens=num_tokens, prompt="", from_peer=True
+                )
+                self._handovers.offer(answer.request, handover)
+
+    def computes(self, id: str) -> None:
+        self._requests.pop(id, None)
+        if self._waiting.pop(id, None) is not None:
+            step = self._engine.step
+            step.asks = [order for order in step.asks if order.request != id]
+
+    def ended(self, id: str, ids: BlockIds, num_tokens: int) -> None:
+        self.computes(id)
+
+    def reset(self, identity: Identity) -> None:
+        """Requests to come have keys of another identity: peers are not asked for older ones."""
+        self._requests.clear()
+        self._waiting.clear()
+        self._engine.step.asks = []

@@ -1,8 +1,7 @@
 """What the parts of the scheduler's side share, and the verbs of those that are sources.
 
-handovers   tickets that came with the request, or that a peer has given for its keys
+handovers   tickets that came with the request; other engines that are asked for some
 recall      rows that the tiers of all ranks keep
-peers       other engines that are asked; their tickets become handovers
 """
 
 from collections.abc import Mapping, Sequence

@@ -17,14 +17,12 @@ from kvstow.adapters.vllm.protocol import (
     StepResults,
     WorkerEndpoint,
 )
-from kvstow.adapters.vllm.scheduler.early import EarlyPulls
 from kvstow.adapters.vllm.scheduler.events import TierEvents
-from kvstow.adapters.vllm.scheduler.handovers import Handovers
+from kvstow.adapters.vllm.scheduler.handovers import Handovers, PeerQuestions
 from kvstow.adapters.vllm.scheduler.holds import HeldPulls
 from kvstow.adapters.vllm.scheduler.key_index import RequestKeys
 from kvstow.adapters.vllm.scheduler.offers import SchedulerOffers
 from kvstow.adapters.vllm.scheduler.parts import BlockHolds, EngineState, Hits, PrefixSource
-from kvstow.adapters.vllm.scheduler.peers import PeerQuestions
 from kvstow.adapters.vllm.scheduler.recall import Recall
 
 
@@ -42,9 +40,8 @@ class SchedulerSide:
     def __init__(self, engine: EngineState, events: TierEvents | None = None) -> None:
         self._engine = engine
         self.held = HeldPulls(engine)
-        self.early = EarlyPulls(engine)
         self._offers = SchedulerOffers(engine)
-        self._handovers = Handovers(engine, self.early)
+        self._handovers = Handovers(engine)
         self._sources: list[PrefixSource] = [self._handovers]
         self._key_sizes = {group.block_tokens for group in engine.groups}
         self.recall: Recall | None = None
@@ -150,7 +147,7 @@ class SchedulerSide:
     @property
     def is_loading(self) -> bool:
         """Whether a request waits for its blocks to be filled."""
-        return bool(self._loading) or len(self.early) > 0
+        return bool(self._loading) or len(self._handovers.early) > 0
 
     # ── steps ─────────────────────────────────────────────────────────────────────
 
@@ -163,7 +160,7 @@ class SchedulerSide:
     @property
     def waits_for_step(self) -> bool:
         """Whether held blocks wait for another step, though no request does."""
-        return len(self.held) + len(self.early) > 0 or (
+        return len(self.held) + len(self._handovers.early) > 0 or (
             self.recall is not None and len(self.recall.stores) > 0
         )
 

@@ -293,6 +293,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """End leases and pulls, let go of sockets and of the engine's memory."""
-        for part in reversed(self.parts):
-            part.close()
+        with self._lock:  # mail may come
+            for part in reversed(self.parts):
+                part.close()
         self.arena.close()
