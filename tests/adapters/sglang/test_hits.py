@@ -20,8 +20,8 @@ def prefixes(draw: st.DrawFn):
 
 def can_restore(length: int, kv: list[bool], pools: list[tuple[list[bool], int | None]]) -> bool:
     needed = [all(kv[:length])]
-    for present, trailing in pools:
-        first = 0 if trailing is None else max(0, length - trailing)
+    for present, last in pools:
+        first = 0 if last is None else max(0, length - last)
         needed.append(all(present[first:length]))
     return all(needed)
 
