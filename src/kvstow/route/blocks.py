@@ -48,6 +48,11 @@ class Blocks:
         at = ~np.isin(self.index, self.partial)
         return Blocks(self.ids[at], self.index[at])
 
+    def part(self, first: int, end: int) -> "Blocks":
+        """Those of the logical blocks `[first, end)`."""
+        at = self.between(first, end)
+        return Blocks(self.ids[at], self.index[at], self.partial)
+
     @staticmethod
     def first(ids: npt.ArrayLike) -> "Blocks":
         """Ids of the request's blocks from the first on."""

@@ -155,6 +155,14 @@ def test_a_model_that_keeps_its_tokens_elsewhere_is_refused_by_name(model_type, 
         ModelMemory.of(model, budget=1 << 20)
 
 
+def test_a_model_that_puts_tokens_of_its_own_in_front_is_refused_in_words():
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "dim_head": 8, "dim_ff": 32}
+    config = AutoConfig.for_model("cpmant", num_hidden_layers=2, vocab_size=320, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ModelError, match=r"(?s)keeps 33 entries of 1 tokens.*hint: use the model"):
+        Cache(model, memory="1MiB")
+
+
 def test_an_unknown_tiny_family_is_refused_by_name():
     with pytest.raises(ModelError, match="no tiny model of family 'gpt5'"):
         tiny_model("gpt5")

@@ -48,6 +48,13 @@ def test_a_pass_that_is_not_of_the_tokens_that_were_told_is_refused(model, memor
     assert computed(model, memory)[0] == 0  # nothing of it was kept
 
 
+def test_a_cache_that_is_not_to_be_used_is_refused(model, memory):
+    """`generate` gives whole prompts again and again then, and said something else."""
+    given = {"use_cache": False, "max_new_tokens": 12, "do_sample": False}
+    with Cache(memory) as cache, pytest.raises(BlockError, match=r"(?s)use_cache=False.*hint: "):
+        model.generate(IDS, past_key_values=cache, **given)
+
+
 UNLIKE_A_PROMPT = {
     "positions": {"position_ids": torch.arange(1, 21).unsqueeze(0)},
     "padding": {"attention_mask": padded(3)},

@@ -234,7 +234,18 @@ def twin_cache(model: PreTrainedModel) -> Cache:
             f"{type(model).__name__} keeps its tokens in {kept}\n\n"
             f"hint: models that make a {' or a '.join(OWN_CACHES)} can be served"
         )
+    most = max((_num_entries(layer) for layer in cache.layers), default=0)
+    if most > num_tokens:
+        raise ModelError(
+            f"{type(model).__name__} keeps {most} entries of {num_tokens} tokens: it puts tokens "
+            "of its own in front\n\nhint: use the model's own cache"
+        )
     return cache
+
+
+def _num_entries(layer: Any) -> int:
+    keys: torch.Tensor | None = getattr(layer, "keys", None)
+    return 0 if keys is None else keys.shape[-2]
 
 
 def _fix_ropes(twin: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvstow.adapters.transformers.identity import adapters_in_use, tuned_layers, uncompiled
+from kvstow.errors import BlockError
 
 if TYPE_CHECKING:
     from kvstow.adapters.transformers.sequences import Sequences
@@ -45,6 +46,11 @@ class ModelPasses:
             if batch is not None:
                 bound = parameters.bind_partial(*args, **options).arguments
                 arguments: dict[str, Any] = {**bound, **options}
+                if arguments.get("use_cache") is False:
+                    raise BlockError(
+                        "a cache with use_cache=False: generate gives whole prompts then, to a "
+                        "cache that keeps them all\n\nhint: leave use_cache out, or the cache"
+                    )
                 tokens: Any = arguments.get("input_ids")
                 tokens = arguments.get("inputs_embeds") if tokens is None else tokens
                 batch.begin_pass(tokens.shape[0], tokens.shape[1], arguments)
