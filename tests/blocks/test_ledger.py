@@ -10,8 +10,8 @@ from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.rows import KEPT, NEW
 from kvstow.blocks.table import RowCopy
-from kvstow.errors import BlockError, OutOfBlocks, WrongThread
-from kvstow.plan.retention import Chunk, Window
+from kvstow.errors import BlockError, WrongThread
+from kvstow.plan.retention import Window
 
 
 def test_a_number_of_numpy_is_a_number_of_tokens_and_a_list_is_no_prompt() -> None:
@@ -37,37 +37,6 @@ def test_an_admitted_request_holds_what_the_plan_says_it_needs(num_tokens: int) 
         for g, part in ledger.blocks(request).items():
             assert len(part) == ledger.groups[g].rows_needed(num_tokens, in_flight=num_tokens)
         assert ledger.num_tokens(request) == num_tokens
-
-
-@pytest.mark.parametrize("retention", [Window(100), Chunk(96)])
-@pytest.mark.parametrize("step", [1, 333, 2048])
-def test_a_window_of_a_million_tokens_holds_a_bounded_number_of_rows(retention, step: int) -> None:
-    ledger = ledger_of(layer("a", retention, tokens=16), num_slabs=400)
-    group = ledger.groups[0]
-    bound = group.rows_bound(in_flight=step)
-    request = ledger.admit(min(step, 1)).request
-    at = 1
-    if step == 1:
-        ledger.grow(request, 2000)
-        at = 2000
-        bound = group.rows_bound(in_flight=2000)
-    steps = range(at + step, 1_000_000 if step > 1 else 4000, step)
-    for count, end in enumerate(steps):
-        ledger.grow(request, end)
-        held = len(ledger.blocks(request)[0])
-        assert held <= bound
-        if step == 1 and count > 0:
-            bound = group.rows_bound(in_flight=1)
-    assert ledger.pool.num_held(0) == held
-
-
-def test_a_full_request_of_a_million_tokens_is_told_what_it_would_need() -> None:
-    ledger = ledger_of(layer("a", tokens=16))
-    with pytest.raises(OutOfBlocks, match="'full': 62500 needed, 59 free") as caught:
-        ledger.admit(1_000_000)
-    assert (caught.value.needed, caught.value.free) == (62500, 59)
-    assert len(ledger) == 0
-    ledger.check()
 
 
 def test_growing_inside_a_block_holds_nothing_more() -> None:
@@ -125,32 +94,12 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_being_written() -> None:
     ledger.check()
 
 
-def test_a_fork_that_grows_beyond_its_shared_block_copies_that_and_not_a_new_one() -> None:
-    ledger = ledger_of(layer("a", tokens=4), caching=False)
-    one = ledger.admit(6).request
-    two = ledger.fork(one).request
-    (copy,) = ledger.grow(two, 14)
-    before, after = ledger.blocks(one)[0].ids, ledger.blocks(two)[0].ids
-    assert (copy.source, copy.destination) == (before[1], after[1])
-    assert len(set(after.tolist()) - set(before.tolist())) == 3
-    ledger.check()
-
-
 def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     ledger = ledger_of(layer("a", tokens=4), caching=False)
     one = ledger.admit(8).request
     two = ledger.fork(one).request
     assert ledger.grow([one, two], [9, 9]) == ()
     assert ledger.blocks(one)[0].ids[2] != ledger.blocks(two)[0].ids[2]
-
-
-def test_a_fork_copies_the_running_state_at_once() -> None:
-    ledger = ledger_of(*RECURRENT, caching=False)
-    one = ledger.admit(5).request
-    fork = ledger.fork(one)
-    rows = [int(ledger.blocks(r)[1].ids[0]) for r in (one, fork.request)]
-    assert fork.copies == (RowCopy(1, rows[0], rows[1]),)
-    assert rows[0] != rows[1]
 
 
 def test_a_copy_of_a_row_that_nobody_knows_is_not_known_either() -> None:
@@ -240,20 +189,6 @@ def test_the_same_prompt_computed_twice_is_cached_once() -> None:
     assert ledger.pool.num_cached(0) == 5
 
 
-def test_rows_that_were_quarantined_are_not_found_after_it_either() -> None:
-    ledger = ledger_of(layer("a", tokens=2))
-    prompt = Prompt.of(tokens(10))
-    request = ledger.admit(prompt).request
-    rows = ledger.blocks(request)[0].ids[2:3]
-    ledger.pool.quarantine(0, rows)
-    ledger.pool.unquarantine(0, rows)
-    ledger.grow(request, 11)
-    assert ledger.hit_tokens(prompt) == 4
-    ledger.release(request)
-    assert ledger.hit_tokens(prompt) == 4
-    ledger.check()
-
-
 def test_a_window_does_not_go_on_in_a_row_that_was_quarantined() -> None:
     ledger = ledger_of(layer("a", Window(2), tokens=1))
     request = ledger.admit(3).request
@@ -316,22 +251,6 @@ def test_what_windows_left_behind_is_not_found_where_a_request_was_received(leng
 
 
 # ── checkpoints of states ─────────────────────────────────────────────────────────────
-
-
-def test_a_request_that_starts_from_a_checkpoint_copies_it_first() -> None:
-    ledger = ledger_of(layer("a", tokens=2), state("b", tokens=4), state("c", tokens=4))
-    ids = tokens(10)
-    first = ledger.admit(Prompt.of(ids), num_tokens=4)
-    assert first.copies == ()
-    (checkpoint,) = ledger.grow(first.request, 8)
-    ledger.grow(first.request, 10)
-    ledger.release(first.request)
-    assert ledger.pool.num_held(1) == 0
-    again = ledger.admit(Prompt.of(ids[:6]))
-    assert again.hit_tokens == 4
-    assert again.copies == (
-        RowCopy(1, checkpoint.destination, int(ledger.blocks(again.request)[1].ids[0])),
-    )
 
 
 def test_without_room_no_checkpoint_is_made_for_others() -> None:

@@ -40,16 +40,6 @@ def test_nobody_can_give_back_the_hold_of_the_quarantine() -> None:
     pool.check()
 
 
-def test_a_quarantine_begins_and_ends_with_another_generation() -> None:
-    pool = Pool(packed_layout((layer("a"),), 4))
-    ids = pool.hold(0, 2)
-    seen = [pool.generations[0][ids].copy()]
-    for change in (pool.quarantine, pool.unquarantine):
-        change(0, ids)
-        assert (pool.generations[0][ids] > seen[-1]).all()
-        seen.append(pool.generations[0][ids].copy())
-
-
 def test_a_row_is_quarantined_once_and_freed_of_it_once() -> None:
     pool = Pool(packed_layout((layer("a"),), 3))
     ids = pool.hold(0, 2)
@@ -136,18 +126,6 @@ def test_what_is_refused_says_what_is_needed_and_free_in_every_group() -> None:
     assert caught.value.needed == 21
 
 
-@pytest.mark.parametrize("ids", [[-1], [10**6], [0], [3, 4]])
-def test_releasing_what_is_not_held_names_the_block(ids: list[int]) -> None:
-    pool = Pool(packed_layout((layer("a"),), 6))
-    pool.hold(0, 3)
-    with pytest.raises(BlockError, match="block"):
-        pool.release(0, ids)
-    with pytest.raises(BlockError):
-        pool.keep(0, [5])
-    with pytest.raises(BlockError):
-        pool.share(0, [5])
-
-
 def test_only_slabs_with_held_rows_strand_their_free_ones() -> None:
     pool = Pool(packed_layout(RECURRENT, 6))
     size = rows_per_slab(pool, 0)
@@ -155,16 +133,6 @@ def test_only_slabs_with_held_rows_strand_their_free_ones() -> None:
     assert pool.num_stranded(0) == 0
     pool.hold(0, 1)
     assert pool.num_stranded(0) == size - 1
-
-
-def test_a_single_id_is_a_list_of_one() -> None:
-    pool = Pool(packed_layout((layer("a"),), 6))
-    row = int(pool.hold(0, 1)[0])
-    pool.share(0, row)
-    assert pool.holds(0, row).tolist() == [2]
-    pool.release(0, np.int64(row))
-    pool.release(0, row)
-    assert pool.num_held(0) == 0
 
 
 def test_check_names_the_numbers_that_do_not_add_up() -> None:
@@ -181,5 +149,8 @@ def test_rows_of_a_group_that_is_not_there_cannot_be_held() -> None:
     for group in (-1, len(pool.layout.groups)):
         with pytest.raises(BlockError, match=f"group {group} is not one of"):
             pool.hold(group, 1)
+    for change in (pool.keep, pool.share):
+        with pytest.raises(BlockError, match="held"):
+            change(0, [1])
     with pytest.raises(BlockError, match="-1 rows cannot be held"):
         pool.hold(0, -1)

@@ -77,14 +77,6 @@ def test_a_prompt_without_its_hashes_cannot_be_made() -> None:
         Prompt([1, 2, 3])  # pyright: ignore[reportArgumentType]
 
 
-def test_prompts_of_embeddings_of_one_length_differ_by_the_digest_of_their_content() -> None:
-    """Embeddings have no token ids: the ids are all 0, and equal for every such prompt."""
-    one, two = (Prompt.of([0] * 16, extra=[(0, digest)]) for digest in (b"cat", b"dog"))
-    assert not (one.hashes(4) == two.hashes(4)).any()
-    assert not (one.hashes(4) == Prompt.of([0] * 16).hashes(4)).any()
-    assert (one.hashes(4) == Prompt.of([0] * 16, extra=[(0, b"cat")]).hashes(4)).all()
-
-
 def test_extra_content_is_the_same_in_whichever_order_it_is_given() -> None:
     ids = tokens(16)
     one = Prompt.of(ids, extra=[(9, b"b"), (2, b"a"), (9, b"a")])

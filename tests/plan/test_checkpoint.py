@@ -241,16 +241,6 @@ def test_each_byte_of_a_small_tensor_counts(tmp_path: Path, at: int):
     assert weights_digest(tmp_path) != before
 
 
-def test_a_change_inside_any_one_tensor_is_seen(tmp_path: Path):
-    folder = checkpoint(tmp_path / "llama")
-    before = Identity.of(folder)
-    path = folder / "model-1.safetensors"
-    data = bytearray(path.read_bytes())
-    data[len(data) - 2048] ^= 1  # the middle of the last tensor
-    path.write_bytes(data)
-    assert Identity.of(folder).weights != before.weights
-
-
 def with_tensors(folder: Path, **tensors: np.ndarray) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))

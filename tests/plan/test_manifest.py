@@ -90,17 +90,6 @@ def test_the_document_is_canonical_and_the_fingerprint_is_its_hash(layout):
     assert decode(json.dumps(plain, indent=3).encode()) == layout
 
 
-def test_numbers_are_integers_only():
-    def numbers(node: object) -> list[object]:
-        if isinstance(node, dict):
-            return [n for v in node.values() for n in numbers(v)]
-        if isinstance(node, list):
-            return [n for v in node for n in numbers(v)]
-        return [] if isinstance(node, str | None) else [node]
-
-    assert {type(n) for n in numbers(DOCUMENT)} == {int}
-
-
 @pytest.mark.parametrize(
     ("document", "kind"),
     [

@@ -9,7 +9,7 @@ from kvstow.errors import BlockError, RouteError, SpecError
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import Layout, PlacedGroup, Placement
 from kvstow.plan.pack import Alignment, Site, packed
-from kvstow.plan.retention import Chunk, Full, State, Window
+from kvstow.plan.retention import State, Window
 from kvstow.plan.sizing.plan import plan_model
 from kvstow.route.blocks import Blocks
 from kvstow.route.price import price
@@ -38,17 +38,6 @@ ROW = 64
 
 
 class TestJoining:
-    @pytest.mark.parametrize("order", ["BLHNC", "BLNHC", "BHLNC"])
-    def test_equal_rows_of_neighbouring_blocks_are_one_move(self, order):
-        layout = laid_out(*TWO, order=order)
-        moves = plan_route(layout, layout).copies(first(2, 3, 4), first(7, 8, 9), 6)
-        assert triples(moves) == [(2 * ROW, 7 * ROW, 3 * ROW)]
-
-    def test_padding_between_rows_of_one_request_is_run_over(self):
-        layout = laid_out(*TWO, alignment=Alignment(page=1, row=100, base=100))
-        moves = plan_route(layout, layout).copies(first(2, 3), first(7, 8), 4)
-        assert triples(moves) == [(200, 700, 164)]
-
     def test_padding_between_rows_that_another_group_uses_is_not_run_over(self):
         """Two groups interleaved, 8 bytes each: legal, though no planner does it."""
         spec = attention("layers.0", heads=1, tokens=1)
@@ -126,21 +115,6 @@ class TestRetentions:
         spec = recurrent("layers.0")
         here, there = laid_out(spec), laid_out(replace(spec, block_tokens=48, retention=State()))
         assert len(plan_route(here, there).copies(first(2), first(3), 10)) == 1
-
-    @pytest.mark.parametrize(("retention", "needed"), [(Window(3), 4), (Chunk(5), 5), (Full(), 0)])
-    def test_a_block_that_the_next_token_needs_must_be_listed_by_the_source(
-        self, retention, needed
-    ):
-        """Six tokens, one to a block: the seventh looks back as far as its retention says."""
-        layout = laid_out(attention("layers.0", tokens=1, retention=retention))
-        way = plan_route(layout, layout)
-        everything = np.arange(6)
-        there = {0: Blocks(everything + 2, everything)}
-        kept = everything[everything >= needed]
-        way.copies({0: Blocks(kept + 2, kept)}, there, 6)
-        kept = everything[everything != needed]
-        with pytest.raises(RouteError, match=f"logical blocks {needed} "):
-            way.copies({0: Blocks(kept + 2, kept)}, there, 6)
 
     def test_more_tokens_than_the_blocks_of_either_side_hold_are_refused(self):
         way = plan_route(laid_out(attention("layers.0", tokens=4)), laid_out(attention("layers.0")))

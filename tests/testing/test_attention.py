@@ -175,16 +175,6 @@ def test_a_kernel_that_ignores_one_number_is_found_out_by_that_number(mistake, f
     assert set(report.broken) <= {found, "the layout itself"}
 
 
-def test_a_kernel_that_ignores_the_block_stride_fails_on_packed_rows_only():
-    def kernel(query, keys, values, table, lengths):
-        views = (contiguous_blocks(keys), contiguous_blocks(values))
-        return gathered(query, *views, table, lengths)
-
-    tight = Alignment(page=1, row=1, base=64)
-    assert not check_in_place(kernel, cache("BLHNC")).ok
-    assert check_in_place(kernel, cache("LBHNC", alignment=tight)).ok
-
-
 def test_swapped_keys_and_values_and_swapped_heads_are_found_out():
     def swapped(query, keys, values, table, lengths):
         return gathered(query, values, keys, table, lengths)
@@ -207,10 +197,11 @@ def test_a_kernel_that_writes_to_the_cache_is_found_out():
     assert all("wrote to the cache" in check.result for check in report.checks)
 
 
-def test_a_kernel_that_refuses_strided_memory_is_reported_as_refusing():
+@pytest.mark.parametrize("kind", [ValueError, AssertionError])
+def test_a_kernel_that_refuses_strided_memory_is_reported_as_refusing(kind):
     def kernel(query, keys, values, table, lengths):
         if not keys.is_contiguous():
-            raise ValueError("cache must be contiguous")
+            raise kind("cache must be contiguous")
         return gathered(query, keys, values, table, lengths)
 
     report = check_attention(kernel, cache())
@@ -266,14 +257,6 @@ def test_a_layout_too_small_to_tell_anything_is_refused(num_slabs):
     """With one token per sequence every kernel that returns a value is right."""
     with pytest.raises(SpecError, match="nothing would be tested"):
         check_attention(lambda q, k, v, t, n: q, cache(num_slabs=num_slabs))
-
-
-def test_a_kernel_that_asserts_what_it_cannot_do_is_reported_as_refusing():
-    def kernel(query, keys, values, table, lengths):
-        raise AssertionError("head size 4 is not supported")
-
-    report = check_attention(kernel, cache())
-    assert all("head size 4" in check.result for check in report.checks)
 
 
 # ── fp8 and windows ───────────────────────────────────────────────────────────────────

@@ -71,7 +71,7 @@ def store(tmp_path):
         yield store
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", *RECURRENT])
 def test_what_an_interrupted_pass_left_is_not_stored(store, family):
     model = tiny_model(family)
     memory = memory_for(model)
