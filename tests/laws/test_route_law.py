@@ -194,8 +194,7 @@ def test_all_sources_together_write_every_byte_exactly_once(data: st.DataObject)
     assume(sum(peer.nbytes for peer in peers) <= LARGEST_ARENA)
     there = np.random.default_rng(0).integers(0, 256, b.nbytes, np.uint8)
     written = np.zeros(b.nbytes, np.int64)
-    turn = data.draw(st.integers(0, 3))
-    for source in sources(peers, b, turn=turn):
+    for source in sources(peers, b):
         side = Side(peers[source.index], lists(data, peers[source.index], num_tokens))
         moves = source.route.copies(side.blocks, destination.blocks, num_tokens)
         written += run(moves, side.filled(), there)

@@ -31,13 +31,6 @@ def test_replicas_are_shared_out_evenly_among_destination_ranks():
     assert sorted(chosen) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_replicas_take_turns_with_requests():
-    peers = ranks("deepseek-v2-lite", 4)
-    (alone,) = ranks("deepseek-v2-lite", 1)
-    chosen = [sources(peers, alone, turn=turn)[0].index for turn in range(4)]
-    assert sorted(chosen) == [0, 1, 2, 3]
-
-
 def test_heads_on_more_ranks_than_there_are_heads_come_from_one_rank_each():
     peers = ranks("llama-3.2-1b", 16)
     for rank in ranks("llama-3.2-1b", 4):

@@ -118,20 +118,18 @@ def num_runs(ids: Ints) -> int:
     return int(np.count_nonzero(ids[1:] - ids[:-1] != 1)) + 1 if len(ids) else 0
 
 
-def fewest_runs(ids: Ints, count: int, *, most: int | None = None) -> Ints:
+def fewest_runs(ids: Ints, count: int) -> Ints:
     """`count` of the ascending ids in few runs: the tightest run that is long enough, or
-    the longest ones where none is; fewer ids where those would be more than `most` runs."""
-    if len(ids) == 0 or ids[-1] - ids[0] == len(ids) - 1:
+    the longest ones where none is."""
+    if len(ids) <= count or ids[-1] - ids[0] == len(ids) - 1:
         return ids[:count]
-    if len(ids) <= count and most is None:
-        return ids
     starts = np.concatenate(([0], np.nonzero(ids[1:] - ids[:-1] != 1)[0] + 1))
     lengths = np.diff(starts, append=len(ids))
     fitting = np.nonzero(lengths >= count)[0]
     if len(fitting):
         start = int(starts[fitting[lengths[fitting].argmin()]])
         return ids[start : start + count]
-    longest = np.argsort(-lengths, kind="stable")[:most]
+    longest = np.argsort(-lengths, kind="stable")
     reach = lengths[longest].cumsum()
     longest = longest[: int(np.searchsorted(reach, count)) + 1]
     ends = starts[longest] + lengths[longest]

@@ -120,10 +120,7 @@ class Identity:
         tensors: Iterable[tuple[str, str, bytes]],
         *,
         kv_dtype: str = "",
-        interior: str = TOKEN_ORDERED,
-        tokenizer: str = "",
         adapter: str = "",
-        salt: str = "",
     ) -> "Identity":
         """The identity of a model in memory: per tensor its name, its type and shape in words,
         and a sample of its bytes. The order of the tensors does not matter."""
@@ -139,10 +136,7 @@ class Identity:
             weights=f"{MEMORY}:{state.hexdigest()}",
             config=config_fields(config),
             kv_dtype=kv_dtype,
-            interior=interior,
-            tokenizer=tokenizer,
             adapter=adapter,
-            salt=salt,
         )
 
     @staticmethod

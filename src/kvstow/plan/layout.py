@@ -445,8 +445,14 @@ def page_runs(spec: LayerSpec, page: Page) -> tuple[Run, ...]:
 
 
 def _section_runs(spec: LayerSpec, place: Placement) -> tuple[Run, ...]:
-    _, head, token = cell_axes(spec, place, 1)
-    return View(offset=place.offset, axes=(head, token), unit=spec.cell_bytes).runs()
+    """The cells of a section in block 0, of which the inner axis is dense."""
+    nbytes = spec.cell_bytes
+    for axis in sorted(cell_axes(spec, place, 1)[1:], key=lambda axis: axis.stride):
+        if axis.size > 1 and axis.stride != nbytes:
+            starts = range(place.offset, place.offset + axis.size * axis.stride, axis.stride)
+            return tuple(Run(start, nbytes) for start in starts)
+        nbytes *= axis.size
+    return (Run(place.offset, nbytes),)
 
 
 def nested(spec: LayerSpec, place: Placement, order: Order) -> tuple[Axis, Axis]:

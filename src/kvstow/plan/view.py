@@ -159,19 +159,3 @@ class View:
     def end(self) -> int:
         """One past the last byte that any element touches."""
         return self.offset + sum((a.size - 1) * a.stride for a in self.axes) + self.unit
-
-    def runs(self) -> tuple[Run, ...]:
-        """The bytes of the view as the fewest runs, ascending. Meant for one block."""
-        runs = [Run(self.offset, self.unit)]
-        for axis in sorted(self.axes, key=lambda a: a.stride):
-            if axis.size == 1:
-                continue
-            if len(runs) == 1 and runs[0].nbytes == axis.stride:
-                runs = [Run(runs[0].offset, axis.stride * axis.size)]
-            else:
-                runs = [
-                    Run(r.offset + i * axis.stride, r.nbytes)
-                    for i in range(axis.size)
-                    for r in runs
-                ]
-        return joined(runs) if len(runs) > 1 else tuple(runs)

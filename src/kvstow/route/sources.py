@@ -47,15 +47,13 @@ _Pieces = Sequence[tuple[str, _Piece]]
 """Each with the name of its layer."""
 
 
-def sources(
-    layouts: Sequence[Layout], destination: Layout, *, turn: int = 0
-) -> tuple[SourceRoute, ...]:
+def sources(layouts: Sequence[Layout], destination: Layout) -> tuple[SourceRoute, ...]:
     """The routes that together write every byte of `destination` exactly once.
 
     `layouts` are those of all ranks of the source. Where replicas offer a choice, a peer
     that is read from anyway is preferred, then the one with fewer bytes to send, then
-    one by turns: the destination's tp rank plus `turn` (a request number, say) rotates
-    the choice, so that ranks and requests spread over the replicas.
+    one by turns: the destination's tp rank rotates the choice, so that ranks spread over the
+    replicas.
     """
     unlike: dict[str, list[str]] = {}
     for i, layout in enumerate(layouts):
@@ -65,7 +63,7 @@ def sources(
         raise RouteError(tuple(f"source {', '.join(of)}: {text}" for text, of in unlike.items()))
     pieces = _pieces(layouts, destination)
     _check_held(pieces, layouts)
-    choice = _choose(pieces, destination.tp[0] + turn)
+    choice = _choose(pieces, destination.tp[0])
     claims: dict[int, dict[str, dict[str, list[Box]]]] = {}
     for name, piece in pieces:
         layer = claims.setdefault(choice[piece.holders], {}).setdefault(name, {})

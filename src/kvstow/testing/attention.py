@@ -24,6 +24,7 @@ from kvstow.plan.spec import DType
 from kvstow.plan.view import ceil_div
 from kvstow.testing.strides import (
     KERNEL_ERRORS,
+    SEED,
     TOLERANCE,
     KernelCheck,
     KernelReport,
@@ -55,7 +56,6 @@ def check_attention(
     *,
     device: str | torch.device = "cpu",
     query_groups: int = 2,
-    seed: int = 0,
 ) -> KernelReport:
     """Run a kernel on the layout itself, and on placements that differ in one stride each.
 
@@ -63,7 +63,7 @@ def check_attention(
     `query_groups` query heads share a kv head. Raises SpecError for a kernel that cannot be
     called so or returns something else, and for a layout that is too small to tell.
     """
-    trial = _Trial(attention, _KEYS_AND_VALUES, torch.device(device), query_groups, seed)
+    trial = _Trial(attention, _KEYS_AND_VALUES, torch.device(device), query_groups)
     return trial.report(layout, with_variants=True)
 
 
@@ -73,10 +73,9 @@ def check_latent_attention(
     *,
     device: str | torch.device = "cpu",
     query_heads: int = 4,
-    seed: int = 0,
 ) -> KernelReport:
     """`check_attention` for MLA: layers with fields `latent` and `rope` of one element type."""
-    trial = _Trial(attention, _LATENTS, torch.device(device), query_heads, seed)
+    trial = _Trial(attention, _LATENTS, torch.device(device), query_heads)
     return trial.report(layout, with_variants=True)
 
 
@@ -86,10 +85,9 @@ def check_in_place(
     *,
     device: str | torch.device = "cpu",
     query_groups: int = 2,
-    seed: int = 0,
 ) -> KernelReport:
     """Run a kernel on the layout itself alone: right or wrong there, not why."""
-    trial = _Trial(attention, _KEYS_AND_VALUES, torch.device(device), query_groups, seed)
+    trial = _Trial(attention, _KEYS_AND_VALUES, torch.device(device), query_groups)
     return trial.report(layout, with_variants=False)
 
 
@@ -121,7 +119,6 @@ class _Trial:
     subject: _Subject
     device: torch.device
     query_groups: int
-    seed: int
 
     def report(self, layout: Layout, *, with_variants: bool) -> KernelReport:
         """Try the kernel on one layer of each shape; where it is right, with not-a-number in
@@ -145,7 +142,7 @@ class _Trial:
         dtype, window = element_of(spec, self.subject.fields), window_of(spec)
         named = {} if window is None else {"window": window}
         check_callable(self.attention, self.subject.arguments, **named)
-        rng = np.random.Generator(np.random.PCG64(self.seed))
+        rng = np.random.Generator(np.random.PCG64(SEED))
         lengths, table = requests(rng, layout.num_blocks(group), spec.states)
         with Arena(layout, device=self.device) as arena:
             arena.bytes.fill_(POISON)

@@ -72,7 +72,7 @@ class Consumer(TimedAgent):
         self.nixl_way: Way = direction or self.path.way_of(LONG_BYTES)
         is_mapped = direction is None and self.peer.mapped is not None
         self.way: Way = "mapped" if is_mapped else self.nixl_way
-        self.descriptors: dict[str, int] = {}
+        self.descriptors = {"plain copy": 1, "raw": 1}
 
     def _turn_until(self, is_over: Callable[[], bool]) -> None:
         """Turn until it is over, as the agent's thread would."""
@@ -81,7 +81,9 @@ class Consumer(TimedAgent):
             if wait and self.own == own:
                 time.sleep(min(wait, SOON))
 
-    def timed_pull(self, order: str, digest: DigestPolicy, *, by_nixl: bool = False) -> float:
+    def timed_pull(
+        self, name: str, order: str, digest: DigestPolicy = "off", *, by_nixl: bool = False
+    ) -> float:
         """Seconds from the call to acceptance."""
         ticket, setting = self.producer.offer(order), self.setting
         into = {0: setting.in_order() if order == "in-order" else setting.scattered(seed=2)}
@@ -92,7 +94,7 @@ class Consumer(TimedAgent):
         seconds = time.perf_counter() - started
         stats = transfer.wait(0)
         assert stats.nbytes == setting.nbytes
-        self.descriptors[BY_NIXL if by_nixl else order] = stats.descriptors
+        self.descriptors[name] = stats.descriptors
         self._turn_until(lambda: transfer.quiet)
         self.settle()
         return seconds
@@ -241,13 +243,13 @@ class Times:
     def repeat(self) -> None:
         """Everything once."""
         consumer, producer = self._consumer, self._consumer.producer
-        self.seconds["contiguous"].append(consumer.timed_pull("in-order", "off"))
+        self.seconds["contiguous"].append(consumer.timed_pull("contiguous", "in-order"))
         for name in ("rows", "sampled", "sampled", "rows"):
             digest = "off" if name == "rows" else "sample"
-            self.seconds[name].append(consumer.timed_pull("scattered", digest))
+            self.seconds[name].append(consumer.timed_pull(name, "scattered", digest))
         producer.offer("one")  # says how long the producer has been busy until now
         own, producer_own = consumer.own, producer.own
-        self.seconds[BY_NIXL].append(consumer.timed_pull("scattered", "off", by_nixl=True))
+        self.seconds[BY_NIXL].append(consumer.timed_pull(BY_NIXL, "scattered", by_nixl=True))
         producer.offer("one")
         self.own.append(consumer.own - own)
         self.producer_own.append(producer.own - producer_own)
@@ -264,6 +266,7 @@ def _figures(run: Consumer, times: Times) -> dict[str, Any]:
         for of in (min, statistics.median)
     )
     by_threads = best[BY_THREADS] / best["rows"] if BY_THREADS in best else None
+    pieces = 2 * setting.layers * setting.rows
     return {
         "ratio_to_raw": best["raw"] / best["rows"],
         "ratio_to_per_layer": best["prepared"] / best["rows"],
@@ -276,7 +279,7 @@ def _figures(run: Consumer, times: Times) -> dict[str, Any]:
         "digest_sample_cost": typical["sampled"] / typical["rows"] - 1,
         "contact_ms": run.contact_ms,
         "gigabytes_per_second": {k: setting.nbytes / s / 1e9 for k, s in best.items()},
-        "descriptors": {name: _descriptors(name, run) for name in best},
+        "descriptors": {name: run.descriptors.get(name, pieces) for name in best},
         "rows": setting.rows,
         "row_bytes": setting.row_bytes,
         "device": setting.device,
@@ -289,20 +292,6 @@ def _figures(run: Consumer, times: Times) -> dict[str, Any]:
         "ucx_tls": os.environ.get("UCX_TLS", ""),
         "seconds": {name: each[1:] for name, each in times.seconds.items()},
     }
-
-
-def _descriptors(name: str, run: Consumer) -> int:
-    match name:
-        case "raw" | "plain copy":
-            return 1
-        case "contiguous":
-            return run.descriptors["in-order"]
-        case "by NIXL":
-            return run.descriptors[BY_NIXL]
-        case "rows" | "sampled":
-            return run.descriptors["scattered"]
-        case _:
-            return 2 * run.setting.layers * run.setting.rows
 
 
 def machine(device: str) -> str:

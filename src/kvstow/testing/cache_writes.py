@@ -15,6 +15,7 @@ from kvstow.memory.arena import POISON, Arena
 from kvstow.plan.layout import Layout
 from kvstow.testing.strides import (
     KERNEL_ERRORS,
+    SEED,
     KernelCheck,
     KernelReport,
     check_callable,
@@ -37,7 +38,7 @@ _ARGUMENTS = {
 
 
 def check_cache_write(
-    write: CacheWrite, layout: Layout, *, device: str | torch.device = "cpu", seed: int = 0
+    write: CacheWrite, layout: Layout, *, device: str | torch.device = "cpu"
 ) -> KernelReport:
     """Run a cache-writing kernel on one layer of each shape, keys and values or latents.
 
@@ -55,19 +56,19 @@ def check_cache_write(
             variants = stride_variants(layout.layers[layer][1])
             for name, placed in (("the layout itself", layout), *variants):
                 with Arena(placed, device=device) as arena:
-                    checks.append(_check(write, arena, layer, name, fields, seed))
+                    checks.append(_check(write, arena, layer, name, fields))
     return KernelReport(tuple(checks))
 
 
 def _check(
-    write: CacheWrite, arena: Arena, layer: str, name: str, fields: tuple[str, str], seed: int
+    write: CacheWrite, arena: Arena, layer: str, name: str, fields: tuple[str, str]
 ) -> KernelCheck:
     group, spec, _ = arena.layout.layers[layer]
     element_of(spec, fields)
-    rng = np.random.Generator(np.random.PCG64(seed))
+    rng = np.random.Generator(np.random.PCG64(SEED))
     slots = _slots(rng, arena.layout.num_blocks(group), spec.states)
     arena.bytes.fill_(POISON)
-    contents = _contents(arena, layer, fields, len(slots), seed)
+    contents = _contents(arena, layer, fields, len(slots))
     views = [arena.field(layer, field) for field in fields]
     expected = _written(arena.bytes, contents, views, slots.tolist(), spec.states)
     if fields == ("latent", "rope"):
@@ -115,11 +116,9 @@ def _slots(
     return rng.permutation(np.unique((blocks[:, None] * states + places).ravel()))
 
 
-def _contents(
-    arena: Arena, layer: str, fields: tuple[str, str], count: int, seed: int
-) -> list[torch.Tensor]:
+def _contents(arena: Arena, layer: str, fields: tuple[str, str], count: int) -> list[torch.Tensor]:
     """Random `[token, head, dim]` for each field, exact in the field's element type."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(SEED)
     parts: list[torch.Tensor] = []
     for field in fields:
         view = arena.field(layer, field)

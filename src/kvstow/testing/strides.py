@@ -22,6 +22,9 @@ TOLERANCE = {
 }
 """Largest ‖result − reference‖ / ‖reference‖ by element type. Queries of fp8 are bfloat16."""
 
+SEED = 0
+"""Of the contents, lengths and blocks that a kernel is tried on."""
+
 KERNEL_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError)
 """By these a kernel refuses a layout."""
 

@@ -24,6 +24,9 @@ from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 Rank = tuple[int, int]
 """Which of how many ranks, each of which holds a part of every layer's heads."""
 
+FULL = Full()
+ONE_HEAD = Extent.whole("head", 1)
+
 PLAIN_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer"})
 """Attention layers whose whole content is keys, values and perhaps indexer keys."""
 
@@ -55,29 +58,31 @@ def _attention(name: str, layer: Any, block_tokens: int, tp: Rank) -> tuple[Laye
             f"layer {name!r}: keys {tuple(keys.shape)} and values {tuple(values.shape)} "
             "are not of the same heads and tokens"
         )
-    specs = [
-        LayerSpec(
-            name=name,
-            retention=_retention(layer),
-            block_tokens=block_tokens,
-            states=block_tokens,
-            heads=_held(keys.shape[1], tp),
-            fields=(field_of("k", keys), field_of("v", values)),
-        )
-    ]
+    kv = field_of("k", keys), field_of("v", values)
+    spec = _spec(name, block_tokens, *kv, retention=_retention(layer), heads=_held(keys, tp))
     indexer = getattr(layer, "indexer_keys", None)
-    if indexer is not None:
-        specs.append(
-            LayerSpec(
-                name=f"{name}.indexer",
-                retention=Full(),
-                block_tokens=block_tokens,
-                states=block_tokens,
-                heads=Extent.whole("head", 1),
-                fields=(field_of("key", indexer),),
-            )
-        )
-    return tuple(specs)
+    if indexer is None:
+        return (spec,)
+    return spec, _spec(f"{name}.indexer", block_tokens, field_of("key", indexer))
+
+
+def _spec(
+    name: str,
+    block_tokens: int,
+    *fields: Field,
+    rate: int = 1,
+    retention: Retention = FULL,
+    heads: Extent = ONE_HEAD,
+) -> LayerSpec:
+    """A layer that keeps an entry for every `rate` tokens."""
+    return LayerSpec(
+        name=name,
+        retention=retention,
+        block_tokens=block_tokens,
+        states=block_tokens // rate,
+        heads=heads,
+        fields=fields,
+    )
 
 
 def _state(name: str, layer: Any, block_tokens: int) -> LayerSpec | None:
@@ -94,14 +99,8 @@ def _state(name: str, layer: Any, block_tokens: int) -> LayerSpec | None:
 
 def state_spec(name: str, kept: Mapping[str, torch.Tensor], block_tokens: int) -> LayerSpec:
     """What a layer keeps of a whole sequence: `[batch, ...]` tensors by name."""
-    return LayerSpec(
-        name=f"{name}.state",
-        retention=State(),
-        block_tokens=block_tokens,
-        states=1,
-        heads=Extent.whole("head", 1),
-        fields=tuple(array(*each) for each in kept.items()),
-    )
+    fields = (array(*each) for each in kept.items())
+    return _spec(f"{name}.state", block_tokens, *fields, rate=block_tokens, retention=State())
 
 
 def _retention(layer: Any) -> Retention:
@@ -113,25 +112,10 @@ def _retention(layer: Any) -> Retention:
 def _compressed(name: str, layer: Any, block_tokens: int) -> tuple[LayerSpec, ...]:
     """What such a layer of transformers' own cache keeps, after at least `rate` tokens."""
     rate: int = layer.compress_rate
-    step = lcm(block_tokens, rate)
-    one = Extent.whole("head", 1)
-    window = LayerSpec(
-        name=name,
-        retention=Window(layer.sliding_window),
-        block_tokens=block_tokens,
-        states=block_tokens,
-        heads=one,
-        fields=(field_of("k", layer.keys),),
-    )
+    key, retention = field_of("k", layer.keys), Window(layer.sliding_window)
+    window = _spec(name, block_tokens, key, retention=retention)
     entries = [
-        LayerSpec(
-            name=f"{name}.{part}",
-            retention=Full(),
-            block_tokens=step,
-            states=step // rate,
-            heads=one,
-            fields=(field_of("entry", kept),),
-        )
+        _spec(f"{name}.{part}", lcm(block_tokens, rate), field_of("entry", kept), rate=rate)
         for part, kept in layer.compressed_kv.items()
     ]
     return (window, *entries, state_spec(name, _unfinished(layer), block_tokens))
@@ -172,9 +156,9 @@ def dtype_of(tensor: torch.Tensor) -> DType:
         raise ModelError(f"elements are {name}, not one of {names}") from None
 
 
-def _held(heads: int, tp: Rank) -> Extent:
+def _held(keys: torch.Tensor, tp: Rank) -> Extent:
     """A rank's part of all heads. What cannot be shared out, a latent say, every rank holds."""
-    rank, ranks = tp
+    heads, (rank, ranks) = keys.shape[1], tp
     if heads % ranks:
         return Extent.whole("head", heads)
     part = heads // ranks

@@ -135,8 +135,8 @@ def matching(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(key for key in entries() if all(word in text(key) for word in lowered))
 
 
-def close_names(name: str, *, most: int = 3) -> tuple[str, ...]:
-    """The known names nearest to one that is not known, nearest first.
+def close_names(name: str) -> tuple[str, ...]:
+    """The three known names nearest to one that is not known, nearest first.
 
     A name is as near as its beginning, of equal length, is: `gpt4` is near `gpt-oss-20b`.
     """
@@ -153,7 +153,7 @@ def close_names(name: str, *, most: int = 3) -> tuple[str, ...]:
     for alias, key in _aliases().items():
         best[key] = max(best.get(key, 0.0), nearness(alias))
     near = sorted((key for key in best if best[key] >= NEAR), key=lambda key: -best[key])
-    return tuple(near[:most])
+    return tuple(near[:3])
 
 
 @cache
