@@ -152,8 +152,6 @@ class Ledger:
         hit = self.prefixes.hit(content) if self.prefixes and content else MISS
         upto = max(hit.num_tokens, length if num_tokens is None else num_tokens)
         held = self._hold_for_admission(hit, upto)
-        if self._requests.is_full:
-            self._reserve(max(64, 2 * self._requests.num_slots))
         slot = self._requests.open(upto, content, hit.num_tokens)
         copies = tuple(
             copy for g in range(len(self.groups)) for copy in self._open(slot, g, hit, held[g])
@@ -194,11 +192,6 @@ class Ledger:
             return ()
         self.pool.release(g, shared.ids)
         return (RowCopy(g, int(shared.ids[0]), int(ids[0])),)
-
-    def _reserve(self, num_slots: int) -> None:
-        self._requests.reserve(num_slots)
-        for table in self._tables:
-            table.reserve(num_slots)
 
     # ── grow ──────────────────────────────────────────────────────────────────────
 
@@ -360,8 +353,6 @@ class Ledger:
         self.pool.check_thread()
         slot = int(self._requests.slots(request)[0])
         rows = self.pool.hold_all([RowDemand(g, 1) for g in self._states])
-        if self._requests.is_full:
-            self._reserve(2 * self._requests.num_slots)
         source = self._requests.sources[slot]
         twin = self._requests.open(
             int(self._requests.num_tokens[slot]),

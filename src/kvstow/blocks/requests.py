@@ -38,28 +38,23 @@ class Requests:
     def __len__(self) -> int:
         return len(self._handle) - len(self._free)
 
-    @property
-    def num_slots(self) -> int:
-        return len(self._handle)
-
-    @property
-    def is_full(self) -> bool:
-        return not self._free
-
-    def reserve(self, num_slots: int) -> None:
-        """Make room for so many requests."""
-        more = num_slots - self.num_slots
+    def _widen(self) -> None:
+        """Make room for more requests."""
+        before = len(self._handle)
+        more = max(64, before)
         wide = np.zeros(more, np.int64)
-        self._free += range(num_slots - 1, self.num_slots - 1, -1)
+        self._free += range(before + more - 1, before - 1, -1)
         self.num_tokens = np.concatenate((self.num_tokens, wide))
         self.num_known = np.concatenate((self.num_known, wide))
         self.num_stored = np.concatenate((self.num_stored, wide))
         self.forked = np.concatenate((self.forked, wide.astype(np.bool_)))
-        self._handle = np.concatenate((self._handle, ~np.arange(num_slots - more, num_slots)))
+        self._handle = np.concatenate((self._handle, ~np.arange(before, before + more)))
         self.sources += [None] * more
 
     def open(self, num_tokens: int, prompt: Prompt | None, num_stored: int) -> int:
-        """Begin a request in a free slot, of which there is one."""
+        """Begin a request in a free slot."""
+        if not self._free:
+            self._widen()
         slot = self._free.pop()
         self._handle[slot] = ~self._handle[slot]
         self.num_tokens[slot] = num_tokens
@@ -81,10 +76,14 @@ class Requests:
         """The slots of living requests; raises for any other."""
         handles = _numbers(requests)
         slots = handles & _SLOT
-        if len(slots) and slots.max() < self.num_slots and (self._handle[slots] == handles).all():
+        if (
+            len(slots)
+            and slots.max() < len(self._handle)
+            and (self._handle[slots] == handles).all()
+        ):
             return slots
         for handle, slot in zip(handles.tolist(), slots.tolist(), strict=True):
-            if slot >= self.num_slots or self._handle[slot] != handle:
+            if slot >= len(self._handle) or self._handle[slot] != handle:
                 raise BlockError(
                     f"request {handle} is not known: released already, or never admitted"
                 )

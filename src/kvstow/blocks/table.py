@@ -36,13 +36,6 @@ class BlockTable:
         self.end = np.zeros(0, np.int64)
         self._ids = np.zeros((0, 8), np.int64)
 
-    def reserve(self, num_slots: int) -> None:
-        """Make room for so many requests."""
-        self._reshape(num_slots, self._ids.shape[1])
-        more = np.zeros(num_slots - len(self.first), np.int64)
-        self.first = np.concatenate((self.first, more))
-        self.end = np.concatenate((self.end, more))
-
     # ── questions ─────────────────────────────────────────────────────────────────
 
     def ids(self, slot: int, first: int, end: int) -> Ints:
@@ -74,6 +67,8 @@ class BlockTable:
 
     def open(self, slot: int, first: int, ids: Ints) -> None:
         """Begin a request that has blocks from `first` on."""
+        if slot >= len(self._ids):
+            self._reshape(max(64, 2 * slot), self._ids.shape[1])
         self.first[slot] = self.end[slot] = first
         self.append(slot, ids)
 
@@ -113,6 +108,9 @@ class BlockTable:
     def _reshape(self, num_slots: int, width: int) -> None:
         before, self._ids = self._ids, np.zeros((num_slots, width), np.int64)
         self._ids[: len(before), : before.shape[1]] = before
+        more = np.zeros(num_slots - len(before), np.int64)
+        self.first = np.concatenate((self.first, more))
+        self.end = np.concatenate((self.end, more))
 
 
 # ── what a step adds ──────────────────────────────────────────────────────────────────

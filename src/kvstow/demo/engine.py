@@ -148,18 +148,15 @@ class DemoEngine:
             digest=stats.digest,
             direction=" ".join(sorted(set(stats.directions))),
         )
-        cache = Cache(memory, requests=[admission.request], num_tokens=len(tokens))
+        cache = Cache(memory, requests=[admission.request])
         return self._prompt.enter_context(cache), transfer
 
     def _missing(self, blocks: dict[int, Blocks], hit_tokens: int) -> dict[int, Blocks]:
         """The blocks behind a prefix hit."""
-        missing: dict[int, Blocks] = {}
-        for g, held in blocks.items():
-            group = self.memory.layout.groups[g].group
-            is_state = isinstance(group.retention, State)
-            is_missing = held.index >= (0 if is_state else hit_tokens // group.block_tokens)
-            missing[g] = Blocks(held.ids[is_missing], held.index[is_missing])
-        return missing
+        for g, group in enumerate(self.memory.ledger.groups):
+            if not isinstance(group.retention, State):
+                blocks[g] = blocks[g].since(hit_tokens // group.block_tokens)
+        return blocks
 
     # ── answers ───────────────────────────────────────────────────────────────────
 

@@ -48,9 +48,9 @@ class Blocks:
         at = ~np.isin(self.index, self.partial)
         return Blocks(self.ids[at], self.index[at])
 
-    def part(self, first: int, end: int) -> "Blocks":
-        """Those of the logical blocks `[first, end)`."""
-        at = self.between(first, end)
+    def since(self, first: int) -> "Blocks":
+        """The logical blocks from `first` on."""
+        at = slice(int(np.searchsorted(self.index, first)), None)
         return Blocks(self.ids[at], self.index[at], self.partial)
 
     @staticmethod

@@ -213,7 +213,7 @@ def test_rows_that_came_from_elsewhere_go_on_with_the_same_logits(family):
                 cache.blocks(0), there.ledger.blocks(request), PROMPT_TOKENS
             )
             copy(here.arena, there.arena, moves).wait()
-        with Cache(there, requests=[request], num_tokens=PROMPT_TOKENS) as cache:
+        with Cache(there, requests=[request]) as cache:
             ours = generated(model, unseen(model, ids, PROMPT_TOKENS), cache)
     cache = computed(model, ids[:, :-1], own_cache(model), PROMPT_TOKENS)
     assert_same_bits(ours, generated(model, unseen(model, ids, PROMPT_TOKENS), cache))

@@ -37,7 +37,7 @@ class Cache(TransformersCache):
     model will be given, and `attention_mask` where there is padding) to admit them at once: then
     what the memory still knows of a common prefix is not computed again. Where tokens stand for
     images or other content, `extra` must tell for which, sequence by sequence, as in `Prompt.of`.
-    Or give the `requests` of the ledger that hold `num_tokens` tokens already, such as pulled ones.
+    Or give the `requests` of the ledger that hold their tokens already, such as pulled ones.
 
     Tokens that the model is given behind those, an answer's, are known by then: the next turn of a
     conversation finds them too.
@@ -74,7 +74,6 @@ class Cache(TransformersCache):
         attention_mask: torch.Tensor | None = None,
         extra: Sequence[Iterable[tuple[int, bytes]]] = (),
         requests: Sequence[int] = (),
-        num_tokens: int = 0,
     ) -> None:
         shares = isinstance(model, ModelMemory)
         if shares == (memory is not None):
@@ -98,7 +97,6 @@ class Cache(TransformersCache):
         self.batch = Sequences(
             held,
             requests=requests,
-            num_tokens=num_tokens,
             store=PrefixStore(held, store) if store is not None else None,
         )
         if tokens is not None:

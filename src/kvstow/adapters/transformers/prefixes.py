@@ -71,8 +71,7 @@ class PrefixStore:
             blocks = memory.ledger.blocks(request)
             for g, group in enumerate(memory.ledger.groups):
                 if not isinstance(group.retention, State):
-                    steps = first // group.block_tokens, end // group.block_tokens
-                    blocks[g] = blocks[g].part(*steps)
+                    blocks[g] = blocks[g].since(first // group.block_tokens)
                 elif not is_running or end != num_tokens:
                     del blocks[g]
             self._store.save(memory.arena, blocks, beginning)

@@ -32,9 +32,15 @@ class Sequences:
         memory: ModelMemory,
         *,
         requests: Sequence[int] = (),
-        num_tokens: int = 0,
         store: PrefixStore | None = None,
     ) -> None:
+        lengths = {memory.ledger.num_tokens(request) for request in requests} or {0}
+        if len(lengths) > 1:
+            raise BlockError(
+                f"requests hold {' and '.join(map(str, sorted(lengths)))} tokens\n\n"
+                "hint: all sequences of a cache are of one length; make several caches"
+            )
+        num_tokens = lengths.pop()
         self.memory = memory
         self.requests: list[int] = list(requests)
         """The ledger's name of each sequence."""
@@ -50,18 +56,8 @@ class Sequences:
         """Where the pass that is under way ends; None between passes."""
         self._seen: dict[str, int] = {}
         """Tokens that layers have stored or changed for, those of this pass that were reached."""
-        self._check_lengths()
         if self.requests:
             self._refresh()
-
-    def _check_lengths(self) -> None:
-        for request in self.requests:
-            held = self.memory.ledger.num_tokens(request)
-            if held != self.num_tokens:
-                raise BlockError(
-                    f"request {request} holds {held} tokens, not {self.num_tokens}\n\n"
-                    "hint: num_tokens is what the request was admitted with"
-                )
 
     # ── sequences ─────────────────────────────────────────────────────────────────
 
