@@ -62,6 +62,15 @@ def recurrent(name: str, *, channels: int = 3, taps: int = 2, heads: int = 2) ->
     )
 
 
+TIGHT = Alignment(page=1, row=1, base=64)
+
+
+def laid_out(*layers: LayerSpec, num_slabs: int = 12, **site: object) -> Layout:
+    """Layers packed without padding, unless `site` says otherwise."""
+    where = Site(**{"model": "m", "alignment": TIGHT} | site)
+    return packed(grouped(layers), num_slabs=num_slabs, site=where)
+
+
 @st.composite
 def layer_lists(draw: st.DrawFn, *, least_groups: int = 2) -> list[LayerSpec]:
     """Layers of at least two groups, pages of mixed sizes, dimensions often 1, 2 or equal."""

@@ -16,14 +16,12 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.copy import block_copies, copy
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
-from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, State
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import plan_route
-from planning import layouts, section_numbers
-
-TIGHT = Alignment(page=1, row=1, base=64)
+from planning import TIGHT, layouts, section_numbers
 
 SIZES = [
     (1, 2, 1, 1, 2),

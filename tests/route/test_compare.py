@@ -5,21 +5,10 @@ from dataclasses import replace
 import pytest
 
 from kvstow.errors import RouteError
-from kvstow.plan.group import grouped
-from kvstow.plan.layout import Layout
-from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Window
 from kvstow.plan.spec import DType, Extent, Field
 from kvstow.route.route import plan_route
-from planning import attention
-
-TIGHT = Alignment(page=1, row=1, base=64)
-
-
-def laid_out(*layers, order="BLHNC", pack=packed, num_slabs=12, alignment=TIGHT, **site) -> Layout:
-    where = Site(model="m", order=order, alignment=alignment, **site)
-    return pack(grouped(layers), num_slabs=num_slabs, site=where)
-
+from planning import attention, laid_out
 
 TWO = (attention("layers.0"), attention("layers.1"))  # 2 heads × 2 tokens × 8 bytes a page
 

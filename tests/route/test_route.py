@@ -6,22 +6,15 @@ import numpy as np
 import pytest
 
 from kvstow.errors import BlockError, RouteError, SpecError
-from kvstow.plan.group import Group, grouped
+from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, PlacedGroup, Placement
-from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.plan.pack import Alignment
 from kvstow.plan.retention import State, Window
 from kvstow.plan.sizing.plan import plan_model
 from kvstow.route.blocks import Blocks
 from kvstow.route.price import price
 from kvstow.route.route import plan_route
-from planning import attention, recurrent
-
-TIGHT = Alignment(page=1, row=1, base=64)
-
-
-def laid_out(*layers, order="BLHNC", pack=packed, num_slabs=12, alignment=TIGHT, **site) -> Layout:
-    where = Site(model="m", order=order, alignment=alignment, **site)
-    return pack(grouped(layers), num_slabs=num_slabs, site=where)
+from planning import attention, laid_out, recurrent
 
 
 def first(*ids) -> dict[int, Blocks]:

@@ -5,20 +5,10 @@ from dataclasses import replace
 import pytest
 
 from kvstow.errors import RouteError
-from kvstow.plan.group import grouped
-from kvstow.plan.layout import Layout
-from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.sizing.plan import Deployment
 from kvstow.plan.spec import Extent
 from kvstow.route.sources import sources
-from planning import attention
-
-TIGHT = Alignment(page=1, row=1, base=64)
-
-
-def laid_out(*layers, order="BLHNC", pack=packed, num_slabs=12, alignment=TIGHT, **site) -> Layout:
-    where = Site(model="m", order=order, alignment=alignment, **site)
-    return pack(grouped(layers), num_slabs=num_slabs, site=where)
+from planning import attention, laid_out
 
 
 def ranks(model, tp, **how):

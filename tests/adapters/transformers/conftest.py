@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from kvstow.adapters.transformers import ModelMemory
 
 
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    import torch
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def model() -> "PreTrainedModel":
     from kvstow.testing.tiny_models import tiny_model

@@ -14,7 +14,6 @@ from transformers import (
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.models.mllama import MllamaTextConfig
 from transformers.models.qwen3_5 import Qwen3_5Config
-from transformers.utils import logging
 
 from kvstow.adapters.transformers import (
     Cache,
@@ -29,13 +28,6 @@ from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import DType
 from kvstow.testing.tiny_models import FAMILIES, tiny_model
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.set_verbosity_error()
-    torch.set_num_threads(1)
-
 
 # ── what a model keeps ────────────────────────────────────────────────────────────────
 

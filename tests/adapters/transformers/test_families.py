@@ -10,7 +10,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache, MiniMaxForCausalLM
-from transformers.utils import logging
 
 from kvstow.adapters.transformers import Cache, ModelMemory, cache_name
 from kvstow.demo.weights import load_checkpoint
@@ -24,12 +23,6 @@ NEW_TOKENS = 10
 PROMPT_TOKENS = 30  # longer than every window
 
 BEGIN_ANEW = {"jamba", "bamba"}  # given several tokens, these forget the state they had
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.set_verbosity_error()
-    torch.set_num_threads(1)
 
 
 @functools.cache

@@ -39,7 +39,9 @@ def test_the_program_of_the_guide_answers_from_disk_in_a_second_process(tmp_path
     assert lines[0][0] == lines[1][0]
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "mistral", "falcon_h1", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "mistral", "falcon_h1", "qwen3_next", "lfm2", "deepseek_v32"]
+)
 @pytest.mark.parametrize("num_tokens", [49, 50])
 def test_a_prompt_found_on_disk_gives_the_models_own_tokens(tmp_path, family, num_tokens):
     model = tiny_model(family)

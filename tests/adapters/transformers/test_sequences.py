@@ -41,22 +41,6 @@ def store_of(folder: Path, memory: ModelMemory) -> Store:
     return Store.open(folder / "store", memory.layout, capacity=4 << 20)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon_h1", "mamba2", "deepseek_v32"])
-def test_a_prompt_comes_back_from_a_store_in_a_new_memory(tmp_path: Path, family):
-    model = tiny_model(family)
-    ids = torch.arange(41).unsqueeze(0)
-    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
-        wanted, hit = continued(model, memory, ids[:, :40], store=store)
-        assert hit == 0
-        wanted, _ = continued(model, memory, ids)
-    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
-        found, hit = continued(model, memory, ids, store=store)
-        assert hit == 40
-        memory.ledger.check()
-    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
-    assert found.argmax() == wanted.argmax()
-
-
 def test_generated_tokens_come_back_too(tmp_path: Path):
     model = tiny_model("llama")
     ids = torch.arange(20).unsqueeze(0)
