@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 """Device rows through the host tier against one big pinned copy, in one run, on one GPU.
 
-    PYTHONPATH=src python bench/offload_gpu.py [--rows 512 2048] [--seconds 70] [--json FILE]
+    PYTHONPATH=src python bench/offload_gpu.py [--rows 512 2048] [--json FILE]
 
 Rows of 1.4 MiB (46 layers, K and V of 16 KiB each), scattered over the device arena. `store`
 and `load` are whole jobs of a mover: reservation, batched copies, bookkeeping; `both` is one of
@@ -9,8 +9,6 @@ each at the same time, against the faster of the two alone. Ratios are best agai
 is what two big copies reach together. Per-layer segments copy the same bytes 16 KiB at a time,
 which is what an arena of one tensor per layer needs.
 
-After the mover's own limits come variants of them, until the seconds are over: bytes per part and
-workers per direction. The `best` is the one furthest from the bounds asked for (0.95, 0.95, 1.6).
 Needs numpy, torch and triton.
 """
 
@@ -22,10 +20,9 @@ sys.path[0] = os.path.dirname(sys.path[0])  # for bench.machine
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +30,7 @@ import torch
 from bench.machine import machine, write
 
 from kvstow.memory.arena import Arena
-from kvstow.offload.copies.mover import USUAL, Limits, Mover
+from kvstow.offload.copies.mover import USUAL, Mover
 from kvstow.offload.host.tier import HostTier
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
@@ -44,21 +41,7 @@ from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 LAYERS = 46
 REPEATS = 5
 WHOLE = 1 << 40
-ASKED = {"store_ratio": 0.95, "load_ratio": 0.95, "both_ratio": 1.6}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def named(limits: Limits) -> str:
-    size = limits.part_bytes
-    part = "whole job" if size == WHOLE else f"{size >> 20} MiB"
-    return f"{part} x {limits.workers}"
-
-
-def variants() -> Iterator[Limits]:
-    """As it is; then other parts and workers."""
-    yield replace(USUAL, max_bytes=WHOLE)
-    for workers, size in product((1, 2, 4), (32 << 20, 64 << 20, 128 << 20, 256 << 20, WHOLE)):
-        yield Limits(workers=workers, part_bytes=size, max_bytes=WHOLE)
 
 
 def rows_layout(num_rows: int) -> Layout:
@@ -150,12 +133,12 @@ class Rows:
             "segments_h2d": scale * best(partial(run, False)),
         }
 
-    def through(self, limits: Limits) -> dict[str, float]:
+    def through(self) -> dict[str, float]:
         """Seconds of a store, of a load, and of both at once, by a mover of its own."""
         keys = [f"s{i}".encode() for i in range(self.num_rows)]
         more = [f"b{i}".encode() for i in range(self.num_rows)]
         times: dict[str, list[float]] = {"store": [], "load": [], "both": []}
-        mover = Mover(self.arena, self.host, limits=limits)
+        mover = Mover(self.arena, self.host, limits=replace(USUAL, max_bytes=WHOLE))
 
         def store() -> None:
             assert mover.store(0, self.first, keys).result(60).all()
@@ -205,56 +188,30 @@ def shown(name: str, found: dict[str, float]) -> None:
     print(f"{name:<28}" + "  ".join(f"{k} {v:.4g}" for k, v in found.items()), flush=True)
 
 
-def measured(counts: list[int], seconds: float) -> dict[str, object]:
-    end = time.monotonic() + seconds
+def measured(counts: list[int]) -> dict[str, object]:
     layout = rows_layout(max(counts))
     arena = Arena(layout, device=DEVICE)
     arena.bytes.random_(0, 256)
     host = HostTier(layout, capacity=3 * max(counts) * layout.row_bytes(0) + (1 << 26))
-    sets = {count: Rows(arena, host, count) for count in counts}
-    plain: dict[int, dict[str, float]] = {}
-    for count, rows in sets.items():
-        plain[count] = rows.figures(rows.big())
+    results: dict[str, object] = {}
+    for count in counts:
+        rows = Rows(arena, host, count)
+        gb = rows.figures(rows.big())
         if count == min(counts):
-            plain[count] |= rows.figures(rows.segments())
-        shown(f"{count} rows, plain", plain[count])
-    sweep: dict[int, dict[str, dict[str, float]]] = {count: {} for count in counts}
-    for number, limits in enumerate(variants()):
-        if time.monotonic() > end and number:
-            print(f"the seconds are over after {number} variants")
-            break
-        for count, rows in sets.items():
-            gb = plain[count] | rows.figures(rows.through(limits))
-            name = named(limits) if number else "default"
-            sweep[count][name] = ratios(gb) | {
-                k: gb[k] for k in ("store_gb_per_s", "load_gb_per_s", "both_gb_per_s")
-            }
-            shown(f"{count} rows, {name}", sweep[count][name])
-    return {str(count): report(plain[count], sweep[count]) for count in counts}
-
-
-def report(plain: dict[str, float], sweep: dict[str, dict[str, float]]) -> dict[str, object]:
-    def spare(name: str) -> float:
-        return min(sweep[name][ratio] / asked for ratio, asked in ASKED.items())
-
-    winner = max(sweep, key=spare)
-    print(f"best: {winner} (least ratio over what is asked: {spare(winner):.3f})")
-    return {
-        **plain,
-        **sweep["default"],
-        "best": {"variant": winner, **sweep[winner]},
-        "sweep": sweep,
-    }
+            gb |= rows.figures(rows.segments())
+        gb |= rows.figures(rows.through())
+        results[str(count)] = gb | ratios(gb)
+        print(f"{count} rows: " + ", ".join(f"{k} {v:.4g}" for k, v in gb.items()), flush=True)
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 2048])
-    parser.add_argument("--seconds", type=float, default=70.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print("machine:", ", ".join(f"{k} {v}" for k, v in machine().items()), flush=True)
-    write(options.json, measured(options.rows, options.seconds))
+    write(options.json, measured(options.rows))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
@@ -59,6 +59,43 @@ GEMMA: dict[str, Any] = {  # Gemma-3-12B's shape: five layers with a window of 1
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
+QWEN: dict[str, Any] = LLAMA | {  # Qwen3-0.6B's shape
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+GPT_OSS: dict[str, Any] = LLAMA | {  # gpt-oss-20b's shape: every other layer has a window of 128
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "rope_theta": 150000.0,
+    "attention_bias": True,
+}
+GPT_OSS_DENSE: dict[str, Any] = GEMMA | {  # its cache, and a layer as wide as its active experts
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 11520,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+}
 MODELS = {"dense": LLAMA, "hybrid": GEMMA}
 SMALL = {  # for a try on a machine without a GPU
     "vocab_size": 2048,
@@ -103,13 +140,15 @@ ON_CPU = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine runs. `eager`: without CUDA graphs. On a CPU, blocks are twice as long."""
+    """How an engine runs. `eager`: without CUDA graphs. On a CPU, blocks are twice as long. `more`:
+    arguments of vLLM's that are added, or that replace others."""
 
     memory_bytes: int
     max_tokens: int = 33_000
     eager: bool = False
     cpu: bool = False
     block_tokens: int = BLOCK
+    more: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def arguments(self) -> dict[str, Any]:
         """What vLLM is started with."""
@@ -129,6 +168,7 @@ class EngineOptions:
                 "enforce_eager": True,
                 "dtype": "float32",
                 "block_size": 2 * self.block_tokens,
+                **self.more,
             }
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         compiled = {"enforce_eager": True} if self.eager else {"compilation_config": graphs}
@@ -138,6 +178,7 @@ class EngineOptions:
             "attention_backend": "FLASH_ATTN",
             "max_num_seqs": 64,
             "gpu_memory_utilization": 0.4,  # only checked against what is free: two share it
+            **self.more,
         }
 
 
@@ -246,36 +287,46 @@ class Engine:
         return time.perf_counter() - started
 
     def _add(self, job: dict[str, Any]) -> str:
-        from vllm import SamplingParams
-
         self._count += 1
-        params = job.get("params")
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=job.get("max_tokens", TEXT_TOKENS),
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_transfer_params": params} if params else None,
-        )
         key = job.get("id", f"r{self._count}")
-        prompt = {"prompt_token_ids": job["prompt"]}
-        if "salt" in job:  # shares no cached prefix with a prompt of another salt
-            prompt["cache_salt"] = job["salt"]
-        self._llm.llm_engine.add_request(key, prompt, sampling)
+        self._llm.llm_engine.add_request(key, *as_request(job))
         return key
 
 
-def serve(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
-    """The body of an engine's process: answers calls of `Engine` until it is told to end. It
-    imports vLLM, which takes longest, and starts when it is told to."""
+def as_request(job: dict[str, Any]) -> tuple[Any, Any]:
+    """A job's prompt and sampling parameters, as vLLM takes them."""
+    from vllm import SamplingParams
+
+    params = job.get("params")
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=job.get("max_tokens", TEXT_TOKENS),
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": params} if params else None,
+    )
+    prompt = {"prompt_token_ids": job["prompt"]}
+    if "salt" in job:  # shares no cached prefix with a prompt of another salt
+        prompt["cache_salt"] = job["salt"]
+    return prompt, sampling
+
+
+def prepare(pipe: Connection, environment: dict[str, str]) -> None:
+    """What an engine's process does first: it imports vLLM, which takes longest, and waits until it
+    is told to start."""
     os.environ.update(ENVIRONMENT | dict(os.environ) | environment)
     os.setsid()  # so that its own processes can be ended with it
     if environment.keys() >= ON_CPU.keys():
         sys.path.insert(0, str(CPU_ROWS))
+    import_module("vllm.v1.engine.core")
+    pipe.send(("imported", None))
+    pipe.recv()
+
+
+def serve(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
+    """The body of an engine's process: answers calls of `Engine` until it is told to end."""
     try:
-        import_module("vllm.v1.engine.core")
-        pipe.send(("imported", None))
-        pipe.recv()
+        prepare(pipe, environment)
         engine = Engine(*arguments)
         pipe.send(("ready", None))
         while True:
@@ -291,14 +342,22 @@ def serve(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, .
 class Remote:
     """An engine in another process: `imported`, `start` and `ready` come first, in that order."""
 
+    body = staticmethod(serve)
+
     def __init__(
-        self, port: int, model: str, options: EngineOptions, transfer: dict[str, Any] | None
+        self,
+        port: int,
+        model: str,
+        options: EngineOptions,
+        transfer: dict[str, Any] | None,
+        **environment: str,
     ) -> None:
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), **(ON_CPU if options.cpu else {})}
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        environment |= ON_CPU if options.cpu else {}
         self._process = context.Process(
-            target=serve, args=(theirs, environment, (model, options, transfer))
+            target=self.body, args=(theirs, environment, (model, options, transfer))
         )
         self._process.start()
         theirs.close()
@@ -382,14 +441,19 @@ class Prompts:
         return random.Random(self._seed).choices(self._words, k=length)
 
 
-def use(engines: list[Remote], prompts: Prompts, requests: int) -> None:
-    """Use pools, so that free blocks lie scattered as in service: short requests that grow block
-    by block, many at once, each ending at another time."""
+def short_jobs(prompts: Prompts, requests: int) -> list[dict[str, Any]]:
+    """Short requests that grow block by block, each ending at another time: after many at once,
+    free blocks lie scattered as in service."""
     draw = random.Random(5)
-    jobs = [
+    return [
         {"prompt": prompts(draw.randrange(8, 60)), "max_tokens": draw.randrange(1, 40)}
         for _ in range(requests)
     ]
+
+
+def use(engines: list[Remote], prompts: Prompts, requests: int) -> None:
+    """Use pools, so that free blocks lie scattered."""
+    jobs = short_jobs(prompts, requests)
     for engine in engines:
         engine.begin(jobs, 64)
     for engine in engines:

@@ -264,7 +264,7 @@ def planned(
         measure = measure_handover if part == "handover" else measure_others
         return [
             (
-                pair(str(folder), settings, HANDOVER[name]),
+                pair(str(folder), settings.options, HANDOVER[name]),
                 partial(measure, name=name, settings=settings, save=save),
             )
             for name in chosen.variants
@@ -291,7 +291,7 @@ def planned(
         run = partial(measure_damage, settings=settings, save=save, shared=shared, folder=store)
         return [(engines, run)]
     transfer = connector("kvstow", lease_seconds=LEASE_SECONDS, transfer_seconds=5)
-    engines = pair(str(folder), settings, transfer)
+    engines = pair(str(folder), settings.options, transfer)
     return [(engines, partial(measure_failures, settings=settings, save=save))]
 
 

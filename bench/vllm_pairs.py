@@ -37,13 +37,23 @@ class Settings:
 
 Save = Callable[[str, dict[str, Any]], None]
 
+HAND_OVER: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
+}
+"""What prefill is asked with."""
+
 
 def prefilled(prefill: Remote, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """The prompts as the other engine is to be asked, with what hands their caches over."""
-    ask = {"do_remote_decode": True, "do_remote_prefill": False}
-    ask |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     jobs = [
-        {"id": f"h{time.monotonic_ns() + i}", "prompt": p, "max_tokens": 1, "params": dict(ask)}
+        {
+            "id": f"h{time.monotonic_ns() + i}",
+            "prompt": p,
+            "max_tokens": 1,
+            "params": dict(HAND_OVER),
+        }
         for i, p in enumerate(prompts)
     ]
     out = prefill.run(jobs, 4)
@@ -63,14 +73,20 @@ def computed_apart(prefill: Remote, prompt: list[int]) -> list[int]:
     return prefill.first(job)["text"]
 
 
-def pair(model: str, settings: Settings, transfer: dict[str, Any]) -> list[Remote]:
+def pair(
+    model: str,
+    options: EngineOptions,
+    transfer: dict[str, Any],
+    engine: type[Any] = Remote,
+    **environment: str,
+) -> list[Any]:
     """A prefill and a decode engine that have not started."""
     roles = ("kv_both", "kv_both")
     if transfer["kv_connector"].startswith("Nixl"):
         roles = ("kv_producer", "kv_consumer")
-        transfer = {**transfer, "kv_buffer_device": "cpu" if settings.options.cpu else "cuda"}
+        transfer = {**transfer, "kv_buffer_device": "cpu" if options.cpu else "cuda"}
     return [
-        Remote(5600 + 100 * i, model, settings.options, {**transfer, "kv_role": role})
+        engine(5600 + 100 * i, model, options, {**transfer, "kv_role": role}, **environment)
         for i, role in enumerate(roles)
     ]
 

@@ -74,7 +74,10 @@ class Pair(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=[("llama", 1, 2), ("llama", 2, 1), ("llama", 2, 3), ("hybrid", 1, 2), ("hybrid", 2, 1)],
+    params=[
+        *(("llama", *sizes) for sizes in ((1, 2), (2, 1), (2, 2), (2, 3))),
+        *(("hybrid", *sizes) for sizes in ((1, 2), (2, 1))),
+    ],
     ids=lambda each: f"{each[0]}-{each[1]}-to-{each[2]}",
 )
 def pair(

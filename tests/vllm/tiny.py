@@ -1,12 +1,9 @@
 """Tiny models with random weights in vLLM engines of their own, with a pool of few blocks."""
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 from vllm_engines import EngineOptions, Remote, connector, made_small
 
