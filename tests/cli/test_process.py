@@ -141,7 +141,7 @@ def test_a_full_disk_is_an_error_and_no_traceback():
 def test_a_manifest_that_cannot_be_written_names_the_file(tmp_path):
     for target, reason in ((tmp_path, "Is a directory"), (tmp_path / "a" / "b", "No such file")):
         finished = run(*KVSTOW, "plan", "qwen3-8b", "--manifest", str(target), "--memory", "1GiB")
-        assert finished.returncode == 1
+        assert finished.returncode == 2
         assert finished.stdout == ""
         assert finished.stderr.startswith(f"error: {target}: cannot be written: {reason}")
 

@@ -1,6 +1,7 @@
 """What cannot be asked of a running system is refused at once, with the documented exit code."""
 
 import builtins
+import json
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -147,7 +148,7 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path, arguments, com
 @pytest.mark.parametrize("option", ["--manifest", "--html"])
 def test_a_file_that_cannot_be_written_is_named(tmp_path, option):
     result = invoke("plan", "llama-3.2-1b", option, "/dev/full")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "error: /dev/full: cannot be written: No space left on device" in result.stderr
 
 
@@ -159,3 +160,35 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, option):
 )
 def test_help_says_what_a_command_does(command, truth):
     assert truth in " ".join(invoke(*command, "--help").stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["route", "llama-3.1-8b", "qwen3-8b"], ["FROM is llama-3.1-8b", "TO is qwen3-8b"]),
+        (["simulate", "llama-3.1-8b", "--trace", "foo"], ["--trace foo", "chat", "single"]),
+        (["plan", "/"], ["/config.json", "a folder that has one"]),
+        (["plan", "llama-3.2-1b", "--html", "/nowhere/x"], ["/nowhere/x: cannot be written"]),
+        (["plan", "llama-3.2-1b", "--memory", "20"], ["'20' is 20 bytes", "20GiB"]),
+    ],
+)
+def test_what_the_user_got_wrong_ends_with_2_and_says_what(arguments, words):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert all(word in result.stderr for word in words)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "t5-large"),
+        ("size", "t5-large"),
+        ("compare", "t5-large", "--order", "BLHNC"),
+        ("simulate", "t5-large", "--requests", "1"),
+        ("route", "t5-large", "t5-large"),
+    ],
+)
+def test_what_was_assumed_reaches_programs(arguments):
+    document = json.loads(invoke(*arguments, "--json").stdout)
+    assert "no dtype in the configuration: planned as bfloat16" in document["notes"]

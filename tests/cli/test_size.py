@@ -84,12 +84,19 @@ def test_a_model_that_does_not_fit_ends_with_1_and_says_what_would_do():
     assert size("llama-3.1-405b", "--gpu", "1GiB", "--requests", "3", code=1)["clusters"] == []
 
 
-def test_of_equally_many_gpus_those_with_the_most_requests_are_recommended():
+def test_of_equally_many_gpus_those_with_the_most_requests_come_first():
+    """Those without pipeline stages are recommended, and what stages would add is said."""
     document = size("deepseek-v3", "--gpu", "h200", "--requests", "100")
     equal = [each for each in document["clusters"] if each["gpus"] == document["gpus"] == 8]
     assert len(equal) > 4
-    assert document["max_requests"] == max(each["max_requests"] for each in equal)
-    assert "Without pipeline stages 8 × h200 (tp 1, dp 8, experts shared" in document["answer"]
+    counts = [each["max_requests"] for each in equal]
+    assert counts == sorted(counts, reverse=True)
+    plain = max(each["max_requests"] for each in equal if each["pp"] == 1)
+    assert (document["max_requests"], document["pp"]) == (plain, 1)
+    start, _, end = document["answer"].partition(" With pipeline stages ")
+    assert start.startswith("8 × h200 (tp 1, dp 8, experts shared")
+    assert end == f"8 × h200 (tp 1, pp 8, bfloat16 cache) would fit {counts[0]:,}."
+    assert "--enable-expert-parallel" in document["command"]
 
 
 def test_the_size_of_the_cache_depends_on_neither_replicas_nor_what_requests_share():
@@ -163,6 +170,8 @@ def test_answers_fit_80_columns(arguments):
         (["llama-3.1-8b", "--requests", "4", "--kv-dtype", "fp8,bf16"], 2, ["fp8,bf16", "hint:"]),
         (["llama-3.1-8b", "--kv-dtype", "fp9"], 2, ["fp9", "hint:"]),
         (["llama-3.1-8b", "--tp", "3", "--gpu", "h100"], 2, ["32", "3", "hint:"]),
+        (["llama-3.1-8b", "--tp", "4", "--gpu", "8xh100"], 2, ["tp 4", "not 8"]),
+        (["llama-3.1-8b", "--gpu", "8xh100", "--requests", "9"], 2, ["hint: --gpu h100"]),
         (["glm-4.7-flash", "--gpu", "h100"], 2, ["--weights-bytes"]),
         (["llama-3.1-8b", "--utilization", "1.5"], 2, ["--utilization"]),
         (["llama-3.1-8b", "--requests", "0"], 2, ["--requests"]),
@@ -250,7 +259,9 @@ def test_a_model_of_latents_and_experts_gets_replicas_that_share_the_experts():
         ("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B"),
         ("qwen3-235b-a22b-fp8", "Qwen/Qwen3-235B-A22B-FP8"),
         ("glm-4.6", "zai-org/GLM-4.6"),
-        ("glm-4.7", "zai-org/glm-4.7"),
+        ("glm-4.7", "zai-org/GLM-4.7"),
+        ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("GLM-4.7-FP8", "zai-org/GLM-4.7-FP8"),
         ("nvidia/Llama-3.1-8B-Instruct-FP8", "nvidia/Llama-3.1-8B-Instruct-FP8"),
     ],
 )
@@ -270,6 +281,49 @@ def test_no_command_is_given_that_loads_other_weights_than_were_counted(dtype):
     document = size("qwen3-8b", "--gpu", "h100", "--weights-dtype", dtype)
     assert "command" not in document
     assert any(f"would not load the weights as {dtype}" in note for note in document["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["t5-large"], "vLLM has no t5"),
+        (["llama-3.1-8b", "--weights-bytes", "4GiB"], "vLLM would load 14.96 GiB of weights"),
+        (["llama-3.1-8b", "--kv-dtype", "float32"], "vLLM keeps no float32 cache"),
+    ],
+)
+def test_no_command_is_given_for_what_vllm_does_not_do(arguments, why):
+    document = size(*arguments, "--gpu", "h100")
+    assert "command" not in document
+    assert any(note.startswith(f"no vllm serve line: {why}") for note in document["notes"])
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "spelled"),
+    [
+        ("int8", "int8_per_token_head"),
+        ("float8_e4m3fn", "fp8"),
+        ("fp8_e5m2", "fp8_e5m2"),
+        ("bf16", "bfloat16"),
+        ("nvfp4", "nvfp4"),
+    ],
+)
+def test_the_cache_dtype_is_spelled_as_vllm_does(kv_dtype, spelled):
+    command = size("llama-3.1-8b", "--gpu", "h100", "--kv-dtype", kv_dtype)["command"]
+    assert command.endswith(f"--kv-cache-dtype {spelled}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "split"),
+    [
+        (["8xh100"], (8, 1)),
+        (["8 × NVIDIA H100 80GB HBM3", "--tp", "4", "--dp", "2"], (4, 2)),
+        (["8x80GiB", "--dp", "2"], (4, 2)),
+    ],
+)
+def test_a_number_of_gpus_is_split_as_is_said_or_by_tensor_parallelism(arguments, split):
+    document = size("llama-3.1-8b", "--gpu", *arguments)
+    assert (document["tp"], document["dp"]) == split
+    assert document["gpus"] == 8
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("gpt-oss-20b", "fp8"), ("qwen3-8b-fp8", "bfloat16")])
@@ -357,4 +411,4 @@ def test_what_the_weights_are_counted_without_is_in_the_answer(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     answer = size(str(tmp_path), "--gpu", "l4")["answer"]
-    assert answer.endswith("counted without quantisation 'quark' and draft layers.")
+    assert answer.endswith("do not include quantisation 'quark' and draft (MTP) layers.")

@@ -94,7 +94,7 @@ def test_convert_says_how_many_rows_are_in_no_larger_block(directory, tmp_path):
     assert "40 rows of the old store are in no block of the new size" in done.stderr
     asked = ("--to", tmp_path / "again", "--layout", manifest, "--json")
     found = json.loads(run("store", "convert", directory, *asked).stdout)
-    assert found == {"written": 0, "incomplete": 0, "left_out": 40}
+    assert found == {"written": 0, "incomplete": 0, "left_out": 40, "notes": []}
 
 
 def test_a_layout_without_identity_gets_that_of_the_store(directory, tmp_path):

@@ -11,9 +11,9 @@ from kvstow.cli.output import (
     MISUSED,
     Answer,
     CommandGroup,
-    note,
     refuse,
     reporting,
+    say,
     wrapped,
 )
 from kvstow.text import human, table
@@ -54,14 +54,14 @@ def transfer(
     from kvstow.testing.bench_transfer import Setting, measure_transfer
 
     setting = Setting(rows=rows, layers=layers, repeats=repeats, device=device)
-    note(
+    say(
         f"moving {human(setting.nbytes)} between two processes, {1 + repeats} rounds of "
         f"{len(NAMES)} ways"
     )
     logging.getLogger("kvstow").setLevel(logging.ERROR)  # whose bytes these are does not matter
     try:
         figures = measure_transfer(
-            setting, direction, lambda i: note(f"round {i + 1} of {1 + repeats}")
+            setting, direction, lambda i: say(f"round {i + 1} of {1 + repeats}")
         )
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

@@ -273,7 +273,10 @@ def named(text: str, *, one_rank: bool) -> Named:
         if deployment.num_ranks > 1:
             note(f"{text}: rank 0 of {deployment.num_ranks}; add rank=R for another")
     ranks = tuple(range(deployment.num_ranks)) if rank is None else (rank,)
-    layouts = tuple(deployment.layout(rank) for rank in ranks)
+    plans = [deployment.on_rank(rank) for rank in ranks]
+    for line in plans[0].notes:
+        note(line)
+    layouts = tuple(plan.layout for plan in plans)
     return Named(text=text, layouts=layouts, ranks=ranks, packing=deployment.packing)
 
 

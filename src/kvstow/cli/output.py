@@ -9,8 +9,9 @@ import errno
 import json as json_format
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import update_wrapper
 from inspect import Parameter, Signature, signature
@@ -18,7 +19,7 @@ from math import inf
 from pathlib import Path
 from shlex import join
 from textwrap import fill
-from typing import Annotated, Any, NoReturn, Protocol
+from typing import Annotated, Any, NoReturn, Protocol, cast
 
 import typer
 from typer.core import TyperGroup
@@ -146,8 +147,9 @@ def reporting(command: Callable[..., Report | Document]) -> Callable[..., None]:
     """The command with --json: it prints the report that it makes."""
 
     def run(*, json: bool, **options: Any) -> None:
+        NOTES.set([])
         report = command(**options)
-        show(report, json=json)
+        show(report, json=json, notes=NOTES.get())
         failure: str | None = getattr(report, "failure", None)
         if failure is not None:
             refuse(failure, code=FAILED)
@@ -167,10 +169,13 @@ def with_options(
     return run
 
 
-def show(report: Report | Document, *, json: bool) -> None:
-    """The report on stdout: its JSON document, or its text."""
+def show(report: Report | Document, *, json: bool, notes: Sequence[str] | None = None) -> None:
+    """The report on stdout: its JSON document, with `notes` in it, or its text."""
     if not isinstance(report, Document):
-        typer.echo(json_format.dumps(report.as_json(), indent=2) if json else str(report))
+        document = report.as_json() if json else None
+        if json and notes is not None:
+            document = _noted(document, notes)
+        typer.echo(json_format.dumps(document, indent=2) if json else str(report))
     elif json:
         refuse(
             f"{report.option} - and --json both write a document to stdout{HINT}give one of them",
@@ -180,7 +185,18 @@ def show(report: Report | Document, *, json: bool) -> None:
         typer.get_binary_stream("stdout").write(report.content)
 
 
+def _noted(document: object, notes: Sequence[str]) -> object:
+    """The document, or each of a list of them, with what was noted about the answer."""
+    if isinstance(document, list):
+        return [_noted(each, notes) for each in cast(list[object], document)]
+    facts = cast(dict[str, Any], document)
+    return {**facts, "notes": [*notes, *facts.get("notes", ())]}
+
+
 # ── talk ──────────────────────────────────────────────────────────────────────────────
+
+NOTES: ContextVar[list[str]] = ContextVar("notes")
+"""What a command has noted about its answer."""
 
 
 def refuse(message: str, *, code: int) -> NoReturn:
@@ -198,25 +214,33 @@ def usage(*errors: type[KvstowError]) -> Generator[None]:
         refuse(str(error), code=MISUSED)
 
 
-def note(message: str) -> None:
+def say(message: str) -> None:
     """One line of talk."""
     typer.echo(f"note: {message}", err=True)
 
 
-def write_file(file: Path, content: str | bytes, what: str) -> None:
-    """Write a file that was asked for, and say so; ends with 1 and its name where that fails.
+def note(message: str) -> None:
+    """One line about the answer, said once: it is among the `notes` of its JSON document, too."""
+    notes = NOTES.get()
+    if message not in notes:
+        notes.append(message)
+        say(message)
 
-    Ends with 2 for `-`: stdout is the report's.
-    """
+
+def write_file(file: Path, content: str | bytes, what: str) -> None:
+    """Write a file that was asked for, and say so; ends with 2 and its name where that fails, and
+    for `-`: stdout is the report's."""
     if file == STDOUT:
-        refuse(f"stdout has the report, and cannot have the {what} too{HINT}name a file", code=2)
+        refuse(
+            f"stdout has the report, and cannot have the {what} too{HINT}name a file", code=MISUSED
+        )
     try:
         file.write_bytes(
             content if isinstance(content, bytes) else content.encode(errors="replace")
         )
     except OSError as error:
-        refuse(f"{file}: cannot be written: {error.strerror}", code=FAILED)
-    note(f"{what} written to {file}")
+        refuse(f"{file}: cannot be written: {error.strerror}", code=MISUSED)
+    say(f"{what} written to {file}")
 
 
 def slow_progress(what: str, *, every: float = 2.0) -> Callable[[int, int | None], None]:
@@ -227,7 +251,7 @@ def slow_progress(what: str, *, every: float = 2.0) -> Callable[[int, int | None
         nonlocal last
         if time.monotonic() - last > every:
             last = time.monotonic()
-            note(f"{done:,} {what}" if total is None else f"{done:,} of {total:,} {what}")
+            say(f"{done:,} {what}" if total is None else f"{done:,} of {total:,} {what}")
 
     return progress
 

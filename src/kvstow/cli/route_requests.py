@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import note
+from kvstow.cli.output import say
 
 Urls = list[str]
 
@@ -77,5 +77,5 @@ def route_requests(
         host=host,
         port=port,
         options=limits,
-        announce=lambda url: note(f"{url} (Ctrl-C ends it)"),
+        announce=lambda url: say(f"{url} (Ctrl-C ends it)"),
     )

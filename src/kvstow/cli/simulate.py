@@ -7,7 +7,15 @@ import typer
 
 from kvstow.cli import options
 from kvstow.cli.options import on_rank, planning
-from kvstow.cli.output import command_line, reporting, slow_progress, usage, write_file
+from kvstow.cli.output import (
+    MISUSED,
+    command_line,
+    refuse,
+    reporting,
+    slow_progress,
+    usage,
+    write_file,
+)
 from kvstow.errors import TraceError
 from kvstow.plan.sizing.plan import Deployment, Plan
 
@@ -130,6 +138,8 @@ def _trace(name: str, *, requests: int, rate: float, seed: int) -> "list[TraceRe
 
     if name in MIXES:
         return synthetic(name, num_requests=requests, rate=rate, seed=seed)
+    if not Path(name).exists():
+        refuse(f"--trace {name}: neither a file nor one of {', '.join(MIXES)}", code=MISUSED)
     with usage(TraceError):
         return read_trace(Path(name))
 

@@ -1,5 +1,6 @@
 """`kvstow size`: how many requests fit on GPUs, or what a load needs."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +10,7 @@ import typer
 from kvstow.cli import options
 from kvstow.cli.output import MISUSED, refuse, reporting, usage
 from kvstow.errors import PlanError
-from kvstow.plan.sizing.cluster import Engine, EngineName
+from kvstow.plan.sizing.cluster import Engine, EngineName, Gpu, SizeQuestion
 from kvstow.plan.sizing.plan import USUAL_TOKENS, Deployment
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ Gpus = Annotated[
     typer.Option(
         metavar="NAME|SIZE[,…]",
         autocompletion=complete_gpu,
-        help="h100, h200, b200, a100, l40s, rtx-4090, mi300x …, or a GPU's memory; several are "
-        "answered one by one.",
+        help="h100, h200, b200, a100, l40s, rtx-4090, mi300x …, 8xh100, or a GPU's memory; "
+        "several are answered one by one.",
     ),
 ]
 WeightsBytes = Annotated[
@@ -166,7 +167,7 @@ def size(
     searched over tp, pp and replicas. With --requests-per-hour, what a store on host or disk takes.
     Exits with 1 if not one request can fit.
     """
-    from kvstow.plan.sizing.cluster import PP, TP, Gpu, SizeQuestion
+    from kvstow.plan.sizing.cluster import PP, TP
     from kvstow.plan.sizing.reports import size_report
     from kvstow.plan.sizing.weights import model_weights
 
@@ -187,7 +188,6 @@ def size(
             code=MISUSED,
         )
     with usage(PlanError):
-        gpus = [None] if gpu is None else [Gpu.parse(each) for each in gpu.split(",")]
         question = SizeQuestion(
             deployment=Deployment(
                 model=model,
@@ -216,4 +216,31 @@ def size(
             requests_per_hour=requests_per_hour,
             store_hours=store_hours,
         )
-    return SizeReports([size_report(replace(question, gpu=each)) for each in gpus])
+        questions = [question]
+        if gpu is not None:
+            questions = [_on_gpus(question, each, tp) for each in gpu.split(",")]
+    return SizeReports([size_report(each) for each in questions])
+
+
+def _on_gpus(question: SizeQuestion, text: str, tp: int | None) -> SizeQuestion:
+    """The question for a GPU, or for `8xh100`: so many, in tensor parallel if nothing else is said.
+
+    Raises PlanError where that is not as many as the split has.
+    """
+    match = re.match(r"\s*(\d{1,6}) ?[x×*] ?", text)
+    name = text[match.end() :] if match else text
+    question = replace(question, gpu=Gpu.parse(name))
+    if match is None:
+        return question
+    if question.requests is not None:
+        raise PlanError(
+            f"{text}: with --requests the number of GPUs is the answer\n\nhint: --gpu {name}"
+        )
+    number, others = int(match[1]), question.deployment.pp * (question.dp or 1)
+    split = replace(question.deployment, tp=tp or max(number // others, 1))
+    if split.tp * others != number:
+        raise PlanError(
+            f"{text}: tp {split.tp} × pp {split.pp} × dp {question.dp or 1} is "
+            f"{split.tp * others}, not {number}"
+        )
+    return replace(question, deployment=split)

@@ -15,9 +15,9 @@ from kvstow.cli.output import (
     MISUSED,
     Answer,
     CommandGroup,
-    note,
     refuse,
     reporting,
+    say,
     slow_progress,
     usage,
 )
@@ -258,7 +258,7 @@ def convert_store(
             to.mkdir()
         raise
     if done.left_out:
-        note(
+        say(
             f"{done.left_out:,} rows of the old store are in no block of the new size: none "
             "ends where they end, their neighbours are gone, or they were stored without links"
         )

@@ -69,8 +69,8 @@ def test_every_catalogue_model_has_a_repository_of_one_of_its_names(name: str) -
 
 def test_no_name_or_alias_means_two_models() -> None:
     names = [alias for name, entry in entries().items() for alias in (name, *entry["aliases"])]
-    assert len(set(names)) == len(names)
-    assert all(name == name.lower() for name in names)
+    assert len({name.lower() for name in names}) == len(names)
+    assert all(name == name.lower() for name in entries())
 
 
 @pytest.mark.parametrize(

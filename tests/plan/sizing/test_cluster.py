@@ -153,6 +153,17 @@ def test_a_gpu_is_a_name_or_a_size():
         ("RTX4090", "rtx-4090"),
         ("GeForce RTX 5090", "rtx-5090"),
         ("MI355X", "mi355x"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("v100", "v100-16"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        *((name, name) for name in ("a10g", "l40", "h800")),
     ],
 )
 def test_gpus_are_called_as_people_call_them(text, name):

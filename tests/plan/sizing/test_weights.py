@@ -126,6 +126,10 @@ WHISPER = {
         (GEMMA_3N, 6.87e9),  # Gemma 3n E4B, its text model
         (T5, 738e6),  # T5 large
         (WHISPER, 1.54e9),  # Whisper large v3
+        ("gemma-3n-e2b", 4.46e9),  # its text model
+        ("gemma-4-31b", 30.7e9),
+        ("gemma-4-26b-a4b", 25.2e9),
+        ("qwen3-vl-30b-a3b", 31.1e9),
     ],
 )
 def test_the_formula_comes_within_half_a_percent_of_what_is_published(config, published):
@@ -254,8 +258,21 @@ def test_a_vision_tower_is_counted_and_draft_layers_are_named():
     vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 3}
     found = model_weights(WHOLE | {"vision_config": vision, "num_nextn_predict_layers": 1})
     assert found.nbytes - model_weights(WHOLE).nbytes == 2 * 3 * (4 * 32 * 32 + 3 * 32 * 64)
-    assert "in its vision tower" in found.how
-    assert found.left_out == ("draft layers",)
+    assert "in the vision tower" in found.how
+    assert found.left_out == ("draft (MTP) layers",)
+
+
+def test_towers_that_cannot_be_counted_are_named():
+    towers = model_weights(WHOLE | {"vision_config": {}, "audio_config": {}})
+    assert towers.left_out == ("the vision tower", "the audio tower")
+    assert towers.nbytes == model_weights(WHOLE).nbytes
+
+
+def test_weights_that_are_not_those_of_the_checkpoint_are_known_to_differ():
+    own = model_weights("qwen3-8b").nbytes
+    assert model_weights("qwen3-8b", nbytes=own + own // 20).loads is None
+    assert model_weights("qwen3-8b", nbytes=own // 2).loads == own
+    assert model_weights("glm-4.7-flash", nbytes=own).loads is None
 
 
 @pytest.mark.parametrize(

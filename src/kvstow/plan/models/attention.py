@@ -170,7 +170,7 @@ def sharing_decoder(config: Config, serving: ServingOptions) -> Stack:
     kept = total - config.count("num_kv_shared_layers", default=0, least=0, most=total - 1)
     layers: list[tuple[LayerSpec, ...]] = []
     for i, retention in enumerate(retentions(config, total)[:kept]):
-        heads = _heads_of_layer(config, i, sees_all=isinstance(retention, Full))
+        heads = heads_of_layer(config, i, sees_all=isinstance(retention, Full))
         name = f"model.layers.{i}.self_attn"
         layers.append((self_attention(name, config, serving, retention=retention, heads=heads),))
     return Stack((*layers, *[()] * (total - kept)))
@@ -179,7 +179,7 @@ def sharing_decoder(config: Config, serving: ServingOptions) -> Stack:
 _PER_LAYER = {"head_dim", "num_key_value_heads"}
 
 
-def _heads_of_layer(config: Config, layer: int, *, sees_all: bool) -> Heads:
+def heads_of_layer(config: Config, layer: int, *, sees_all: bool) -> Heads:
     """The heads of one layer: `per_layer_config` says, or the older `global_` keys do."""
     own: dict[str, object] = {}
     if "per_layer_config" in config:

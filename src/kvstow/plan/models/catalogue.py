@@ -2,7 +2,8 @@
 
 The data is `catalogue.json`: an object of names, each with `source` (where the facts
 were read, and after "unchecked" what nothing read confirms), `repository` (where the model is,
-unless that is the one whose config.json the source names), `aliases`, `config` (the keys
+unless that is the one whose config.json the source names), `aliases` (of the same organisation, in
+its spelling), `config` (the keys
 of the model's `config.json` that matter here), and `published`: `parameters`, to three digits,
 `experts`, those of them in routed experts, `weights_bytes` where they are not released in the
 model's own dtype, and `context`, the tokens that a request may have. `checked` names those of
@@ -116,10 +117,13 @@ def published(name: str) -> Published:
 
 
 def repository(name: str) -> str:
-    """Where a model is on the hub, by its canonical name; empty for any other."""
-    entry = entries().get(name, _UNKNOWN)
+    """Where a model is on the hub, by its name or an alias; empty for any other."""
+    key = _aliases().get(_plain(name), "")
+    entry = entries().get(key, _UNKNOWN)
     named = re.search(r"config\.json of ([\w.-]+/[\w.-]+)", entry["source"])
-    return entry.get("repository") or (named[1] if named else "")
+    own = entry.get("repository") or (named[1] if named else "")
+    spelled = next((alias for alias in entry["aliases"] if alias.lower() == _plain(name)), "")
+    return f"{own.partition('/')[0]}/{spelled}" if spelled else own
 
 
 def matching(words: Iterable[str]) -> tuple[str, ...]:
@@ -159,7 +163,7 @@ def close_names(name: str) -> tuple[str, ...]:
 @cache
 def _aliases() -> dict[str, str]:
     models = entries()
-    return {alias: key for key in models for alias in (key, *models[key]["aliases"])}
+    return {name.lower(): key for key in models for name in (key, *models[key]["aliases"])}
 
 
 def _plain(name: str) -> str:

@@ -169,6 +169,8 @@ def _from_file(path: Path) -> Config:
     except OSError as error:
         shadowed = is_known(str(path))
         hint = f"\n\nhint: {path} here hides the model of that name" if shadowed else ""
+        if path.is_dir() and not shadowed:
+            hint = "\n\nhint: a model is a known name, a config.json, or a folder that has one"
         raise ModelError(f"{file}: cannot be read: {error.strerror or error}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not JSON: {error}") from error

@@ -5,7 +5,7 @@
     weights      bytes of all weights × layers of the stage / all layers / tp: an estimate
     activations  of one step of so many tokens
     sampling     the logits of as many requests as may run, and what sampling makes of them
-    outside      what PyTorch does not manage: the CUDA context, NCCL between tensor-parallel ranks
+    outside      what PyTorch does not manage: the CUDA context, NCCL between ranks
     graphs       CUDA graphs: in the share since vLLM 0.21
     cache        the rest, on each rank; the plan of that memory tells what fits
 
@@ -45,25 +45,38 @@ from kvstow.plan.view import align_up, ceil_div, check_count, parse_size
 
 # fmt: off
 _MEBIBYTES = {
-    "a10": 23028, "a100-40": 40960, "a100-80": 81920, "a30": 24576, "a6000": 49140,
+    "a10": 23028, "a100-40": 40960, "a100-80": 81920, "a10g": 23028, "a30": 24576, "a6000": 49140,
     "b200": 183359, "b300": 275040, "gb200": 189471, "gb300": 284208, "gh200": 97871,
-    "h100": 81559, "h20": 97871, "h200": 143771, "l4": 23034, "l40s": 46068, "mi300x": 196592,
-    "mi325x": 262128, "mi355x": 294896, "rtx-3090": 24576, "rtx-4090": 24564, "rtx-5090": 32607,
-    "rtx-pro-6000": 97887, "t4": 15360,
+    "h100": 81559, "h100-nvl": 95830, "h100-pcie": 81559, "h20": 97871, "h200": 143771,
+    "h800": 81559, "l4": 23034, "l40": 46068, "l40s": 46068, "mi300x": 196592, "mi325x": 262128,
+    "mi355x": 294896, "rtx-3090": 24576, "rtx-4090": 24564, "rtx-5090": 32607,
+    "rtx-pro-6000": 97887, "t4": 15360, "v100-16": 16384, "v100-32": 32768,
 }
 # fmt: on
 GPUS = {name: size << 20 for name, size in _MEBIBYTES.items()}
 """Bytes of memory, about as the driver's own tool reports them.
 
 Compared with reports of nvidia-smi: a10, a100-40, a100-80, h100, l4, l40s, t4 (modal-labs/
-modal-client#2797), rtx-4090 (vllm-project/vllm#7553). b200 is within 1 % of what CUDA reports
+modal-client#2797), rtx-4090 (vllm-project/vllm#7553), and in several public repositories a10g,
+h100-nvl, h100-pcie, l40, v100-16 and v100-32; in one h800. b200 is within 1 % of what CUDA reports
 (pytorch/ao#4002). The others are not checked.
 """
 
 LEAST_BYTES = 1 << 30
 """No GPU has less memory: a size below it lacks its unit."""
 
-SPELLINGS = {"a100": "a100-80", "h100-80": "h100", "a100-sxm4-80": "a100-80", "rtx-a6000": "a6000"}
+SPELLINGS = {
+    "a100": "a100-80",
+    "h100-80": "h100",
+    "gh200-480": "gh200",
+    "rtx-a6000": "a6000",
+    "v100": "v100-16",
+}
+
+_NOISE = re.compile(
+    r"nvidia|tesla|geforce|amd|instinct|blackwell|server|workstation|edition|sxm\d?|hbm\d\w?"
+)
+"""Words that a GPU's full name has beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +88,15 @@ class Gpu:
 
     @staticmethod
     def parse(text: str) -> "Gpu":
-        """`h100`, `A100 80GB`, `RTX 3090` …, or one that has that memory, such as `80GiB`."""
-        name = re.sub(r"[ _]+", "-", text.strip().lower()).removeprefix("nvidia-")
-        name = re.sub(r"^(geforce-)?rtx-?(?=\d)", "rtx-", name)
-        for each in (name, name.removesuffix("gb"), SPELLINGS.get(name.removesuffix("gb"), "")):
+        """`h100`, `A100 80GB`, `NVIDIA H100 80GB HBM3`, `RTX 3090` …, or one that has that memory,
+        such as `80GiB`."""
+        words = re.split(r"[\s_-]+", text.strip().lower())
+        name = "-".join(
+            re.sub(r"^(\d+)gb$", r"\1", word) for word in words if not _NOISE.fullmatch(word)
+        )
+        name = re.sub(r"^rtx-?(?=\d)", "rtx-", name)
+        for each in (name, name.replace("-pcie", "")):
+            each = SPELLINGS.get(each, each)
             if each in GPUS:
                 return Gpu(each, GPUS[each])
         if not name[:1].isdigit():
@@ -116,7 +134,7 @@ LOGIT_BYTES = (12, 34)
 
 OUTSIDE_BYTES = (1 << 28, 7 << 28)
 RANK_OUTSIDE_BYTES = (0, 7 << 28)
-"""The same, further, where several tensor-parallel ranks talk."""
+"""The same, further, where several ranks talk."""
 
 GRAPH_BYTES = (0, 1 << 30)
 
@@ -172,8 +190,11 @@ class Engine:
         tokens = self.max_batched_tokens or tokens
         return tokens, min(self.max_num_seqs or seqs, tokens)
 
-    def overhead(self, config: Config, *, tp: int, gpu: str, gpu_bytes: int) -> dict[str, Range]:
-        """What is neither weights nor cache, by term; empty where the engine has none."""
+    def overhead(
+        self, config: Config, *, tp: int, talks: bool, gpu: str, gpu_bytes: int
+    ) -> dict[str, Range]:
+        """What is neither weights nor cache, by term; empty where the engine has none. A rank
+        `talks` that is not the only one of its replica, or shares experts with others."""
         if self.reserve is not None:
             return {"reserve": (self.reserve, self.reserve)}
         if self.name == "none":
@@ -181,7 +202,7 @@ class Engine:
         tokens, seqs = self.batch(gpu, gpu_bytes)
         step = 2 * tokens * _step_elements(config, tp)
         logits = seqs * vocabulary(config)
-        extra = RANK_OUTSIDE_BYTES if tp > 1 else (0, 0)
+        extra = RANK_OUTSIDE_BYTES if talks else (0, 0)
         return {
             "activations": (step, 2 * step),
             "sampling": (LOGIT_BYTES[0] * logits, LOGIT_BYTES[1] * logits),
@@ -197,7 +218,8 @@ def _step_elements(config: Config, tp: int) -> int:
     or of each expert that the token is sent to, with its input and output.
     """
     width = config.count("hidden_size", "n_embd", "d_model", default=4096)
-    experts = config.count("num_experts_per_tok", "num_experts_per_token", default=0, least=0)
+    routed = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+    experts = config.count(*routed, default=0, least=0)
     inner = config.count("intermediate_size", "n_inner", "d_ff", default=4 * width)
     if experts:
         each = config.count("moe_intermediate_size", default=inner)
@@ -328,17 +350,20 @@ class SizeQuestion:
         """Of a request that has generated half of its output."""
         return max(self.tokens - self.output_tokens // 2, 1)
 
-    def overhead(self, tp: int) -> dict[str, Range]:
+    def overhead(self, *, shares_experts: bool = False) -> dict[str, Range]:
         """What the engine takes beside weights and cache, by term; nothing without a GPU."""
-        gpu = self.gpu
+        gpu, split = self.gpu, self.deployment
         if gpu is None:
             return {}
-        return self.engine.overhead(self.config, tp=tp, gpu=gpu.name, gpu_bytes=gpu.nbytes)
+        talks = split.num_ranks > 1 or shares_experts
+        return self.engine.overhead(
+            self.config, tp=split.tp, talks=talks, gpu=gpu.name, gpu_bytes=gpu.nbytes
+        )
 
-    def usable(self, tp: int) -> Range:
+    def usable(self, *, shares_experts: bool = False) -> Range:
         """What a GPU has for weights and cache: at least, and at most."""
         share = self.engine.share(0 if self.gpu is None else self.gpu.nbytes)
-        terms = self.overhead(tp).values()
+        terms = self.overhead(shares_experts=shares_experts).values()
         return share - sum(high for _, high in terms), share - sum(low for low, _ in terms)
 
     def sized(
@@ -423,11 +448,13 @@ class SizeQuestion:
         for tp, pp, (place, kv_dtype) in product(self.tps, self.pps, enumerate(self.kv_dtypes)):
             with suppress(KvstowError):
                 deployment = replace(self.deployment, tp=tp, pp=pp, kv_dtype=kv_dtype)
-                size = partial(replace(self, deployment=deployment).sized, self.usable(tp)[0])
-                one = size(dp=1)
+                question = replace(self, deployment=deployment)
+                one = question.sized(question.usable()[0], dp=1)
                 enough = [replace(one, dp=ceil_div(requests, one.max_requests or 1))]
                 if self.weights.expert_part and pp == 1:
-                    shared = (size(dp=dp, shares_experts=True) for dp in EXPERT_DP)
+                    usable = question.usable(shares_experts=True)[0]
+                    size = partial(question.sized, usable, shares_experts=True)
+                    shared = (size(dp=dp) for dp in EXPERT_DP)
                     enough += islice((x for x in shared if x.max_requests >= requests), 1)
                 ranked += [
                     ((x.num_gpus, -x.max_requests, pp, place, x.dp), x)
@@ -436,6 +463,14 @@ class SizeQuestion:
                 ]
         by_size = [each for _, each in sorted(ranked, key=lambda pair: pair[0])]
         return tuple(each for each in by_size if self.dp is None or each.dp <= self.dp)
+
+    def fewest(self) -> Sizing | None:
+        """Of the clusters with the fewest GPUs the first without pipeline stages, which cost time
+        in each step; the first of all where none is. None where no cluster carries the requests."""
+        clusters = self.clusters()
+        smallest = [each for each in clusters if each.num_gpus == clusters[0].num_gpus]
+        plain = (each for each in smallest if each.deployment.pp == 1)
+        return next(plain, smallest[0] if smallest else None)
 
 
 def _in_memory(plan: Plan, nbytes: int) -> Layout | None:

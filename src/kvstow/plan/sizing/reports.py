@@ -17,6 +17,7 @@ from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.models.catalogue import entries, published, quantisation, repository
+from kvstow.plan.models.config import Config
 from kvstow.plan.models.serving import element, own_cache, own_dtype
 from kvstow.plan.retention import short_name
 from kvstow.plan.sizing.capacity import (
@@ -29,6 +30,7 @@ from kvstow.plan.sizing.capacity import (
 )
 from kvstow.plan.sizing.cluster import Gpu, SizeQuestion, Sizing
 from kvstow.plan.sizing.plan import Deployment, Plan
+from kvstow.plan.spec import DType
 from kvstow.text import human, plural, table
 
 LENGTHS = (1024, 8192, 32768, 131072)
@@ -61,7 +63,6 @@ def plan_figures(plan: Plan, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]
         "request": _request(layout, lengths),
         "capacity": _capacity(plan, lengths),
         "fingerprint": fingerprint(layout),
-        "notes": list(plan.notes),
     }
 
 
@@ -191,6 +192,9 @@ def plain(number: Fraction) -> int | float:
 
 # ── kvstow size ───────────────────────────────────────────────────────────────────────
 
+UNSERVED = frozenset(("t5", "mt5", "umt5", "bart", "mbart", "m2m_100", "marian", "pegasus"))
+"""Model types that vLLM does not have."""
+
 NODE_GPUS = 8
 """GPUs that a node usually has at most."""
 
@@ -219,7 +223,7 @@ class SizeReport:
     @cached_property
     def command(self) -> str | None:
         """The vLLM command that serves it so; None where none does."""
-        if self.split is None or self._not_served:
+        if self.split is None or self.question.engine.name == "none" or self._not_served:
             return None
         return _command(self.question, self.split)
 
@@ -296,7 +300,7 @@ def size_report(question: SizeQuestion) -> SizeReport:
 
 def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
     """How many requests fit on GPUs: for certain, and at most."""
-    least, most = question.usable(question.deployment.tp)
+    least, most = question.usable()
     low, high = question.sized(least), question.sized(most, tokens=question.mean_tokens)
     concurrency = round(low.concurrency, 2), round(high.concurrency, 2)
     kv_tokens = tuple(int(each.concurrency * question.tokens) for each in (low, high))
@@ -326,7 +330,7 @@ def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
             "concurrency": list(concurrency),
             "kv_tokens": list(kv_tokens),
             "cache_bytes": list(caches),
-            "overhead": {k: list(v) for k, v in question.overhead(low.deployment.tp).items()},
+            "overhead": {k: list(v) for k, v in question.overhead().items()},
         },
         parts=tuple(parts),
         split=low if high.max_requests else None,
@@ -345,30 +349,28 @@ def _fitting(question: SizeQuestion, low: Sizing, high: Sizing) -> str:
         return f"{_requests(question, low.max_requests)}{most} {verb} at once on {gpus}{limit}."
     cache, most = limiting.cache_bytes, high.limiting.cache_bytes
     left = human(cache) if cache > 0 else f"at most {human(most)}" if most > 0 else "nothing"
-    others = replace(question, requests=1, dp=None).clusters()
-    hint = f" {_gpus(question, others[0])} would do." if others else ""
-    number, sure = high.max_requests, hint.replace("would do", "would do for certain")
+    other = replace(question, requests=1, dp=None).fewest()
+    number = high.max_requests
     start = f"not one request of {question.tokens:,} tokens fits on {gpus}"
     if number:
-        start = f"{_requests(question, number)}{' at most' * (number > 1)} may fit on {gpus}"
+        start = f"{'at most ' * (number > 1)}{_requests(question, number)} may fit on {gpus}"
+    sure = " for certain" if number else ""
+    hint = "" if other is None else f" {_gpus(question, other)} would do{sure}."
     return (
         f"{start}: on rank {limiting.rank} {human(limiting.weights_bytes)} of weights leave {left} "
-        f"for the cache.{sure if number else hint}"
+        f"for the cache.{hint}"
     )
 
 
 def _terms(question: SizeQuestion, gpu: Gpu, low: Sizing, high: Sizing) -> str:
     """Where the memory of one GPU goes, on the fullest rank."""
     engine, caches = question.engine, (low.limiting.cache_bytes, high.limiting.cache_bytes)
-    seen = f"what {engine.name} sees" if engine.name != "none" else "it"
+    seen = "what vLLM sees" if engine.name == "vllm" else "it"
     rows = [
         ("one GPU", human(gpu.nbytes), ""),
         (f"{engine.utilization:.0%} of {seen}", human(engine.share(gpu.nbytes)), ""),
         ("weights", human(low.limiting.weights_bytes), ""),
-        *(
-            (name, human(each[0]), human(each[1]))
-            for name, each in question.overhead(low.deployment.tp).items()
-        ),
+        *((name, human(each[0]), human(each[1])) for name, each in question.overhead().items()),
         ("cache", *(human(n) if n >= 0 else f"-{human(-n)}" for n in caches)),
     ]
     return table(("where it goes", "at least", "at most"), rows)
@@ -404,7 +406,8 @@ def _cluster(question: SizeQuestion) -> SizeReport:
     """The splits that carry a load, fewest GPUs first."""
     splits, load = question.clusters(), _requests(question, question.requests or 1)
     figures: dict[str, Any] = {"clusters": [_split(each) for each in splits]}
-    if not splits:
+    best = question.fewest()
+    if best is None:
         name = "GPU" if question.gpu is None else question.gpu.name
         return SizeReport(
             question=question,
@@ -413,17 +416,14 @@ def _cluster(question: SizeQuestion) -> SizeReport:
             fits=False,
             figures=figures,
         )
-    best = splits[0]
     answer = (
         f"{_gpus(question, best)} {'is' if best.num_gpus == 1 else 'are'} the fewest for {load} "
         f"at once; {best.max_requests:,} would fit."
     )
-    one_stage = (each for each in splits if each.num_gpus == best.num_gpus)
-    plain_split = next((each for each in one_stage if each.deployment.pp == 1), best)
-    if plain_split is not best:
+    if splits[0].max_requests > best.max_requests:
         answer += (
-            f" Without pipeline stages {_gpus(question, plain_split)} would fit "
-            f"{plain_split.max_requests:,}."
+            f" With pipeline stages {_gpus(question, splits[0])} would fit "
+            f"{splits[0].max_requests:,}."
         )
     columns = ("kv dtype", "GPUs", "tp", "pp", "dp", "weights", "cache", "requests")
     rows = [
@@ -435,7 +435,7 @@ def _cluster(question: SizeQuestion) -> SizeReport:
             f"{each.dp}{' e' if each.shares_experts else ''}",
             human(each.limiting.weights_bytes),
             human(each.limiting.cache_bytes),
-            f"{each.max_requests:,}",
+            f"{each.max_requests:,} {' ←'[each == best]}",
         )
         for each in splits[:SHOWN]
     ]
@@ -512,14 +512,14 @@ def _reservations(question: SizeQuestion) -> str:
     """What the answer leaves out."""
     if not question.weights.left_out:
         return ""
-    return f" The weights are counted without {' and '.join(question.weights.left_out)}."
+    return f" The weights do not include {' and '.join(question.weights.left_out)}."
 
 
 def _weights(question: SizeQuestion) -> str:
     weights, loaded = question.weights, question.loaded_bytes
     padded = f" Padded for the kernels, they take {human(loaded)}."
     return _wrapped(
-        f"weights: {human(weights.nbytes)}, {weights.how}, in equal parts for layers and ranks: "
+        f"weights: {human(weights.nbytes)} ({weights.how}), split evenly over layers and ranks: "
         f"an estimate.{padded if loaded > weights.nbytes else ''}"
     )
 
@@ -534,7 +534,7 @@ def _command(question: SizeQuestion, sizing: Sizing) -> str:
         "enable-expert-parallel": "" if sizing.shares_experts else None,
         "max-model-len": min(question.tokens, _longest(question) or question.tokens),
         "gpu-memory-utilization": engine.utilization,
-        "kv-cache-dtype": split.kv_dtype and _vllm_dtype(split.kv_dtype),
+        "kv-cache-dtype": _vllm_dtype(question.config, split.kv_dtype),
         "quantization": "fp8" if question.weights.dtype == "fp8" else None,
         "block-size": split.block_tokens,
         "max-num-batched-tokens": engine.max_batched_tokens,
@@ -546,9 +546,15 @@ def _command(question: SizeQuestion, sizing: Sizing) -> str:
 
 
 def _not_served(question: SizeQuestion) -> str:
-    """Why there is no command: vLLM would load other weights than were counted."""
+    """Why there is no command: vLLM has no such model or cache, or would load other weights."""
     dtype, config = question.weights.dtype, question.config
     model, facts = question.deployment.model, published(config.name)
+    if config.model_type in UNSERVED:
+        return f"vLLM has no {config.model_type}"
+    if _vllm_dtype(config, question.deployment.kv_dtype) == "float32":
+        return "vLLM keeps no float32 cache of such a model"
+    if question.weights.loads is not None:
+        return f"vLLM would load {human(question.weights.loads)} of weights, not those given"
     if dtype is not None:
         own = "" if "quantization_config" not in config else "fp8"
         if own:
@@ -586,25 +592,28 @@ def _longest(question: SizeQuestion) -> int | None:
 def _repository(question: SizeQuestion) -> str:
     """Where the model is: its own path, or on the hub, under the name that was typed."""
     model, canonical = question.deployment.model, question.config.name
-    name, published = model if isinstance(model, str) else canonical, repository(canonical)
+    name = model if isinstance(model, str) else canonical
     name = name.removesuffix("/config.json")
-    if not published or "/" in name:
+    published = "" if "/" in name else repository(name.lower().removesuffix("-fp8"))
+    if not published:
         return name
-    owner, _, own = published.partition("/")
-    base = name.lower().removesuffix("-fp8")
-    own = own if base in (canonical, own.lower()) else name[: len(base)]
-    is_other = name.lower() != base and not own.lower().endswith("-fp8")
-    return f"{owner}/{own}{'-FP8' if is_other else ''}"
+    return f"{published}-FP8" if name.lower().endswith("-fp8") else published
 
 
 def _span(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _vllm_dtype(kv_dtype: str) -> str:
-    """The cache dtype as vLLM spells it."""
+def _vllm_dtype(config: Config, kv_dtype: str | None) -> str | None:
+    """The cache dtype as vLLM spells it; None for the model's own."""
+    if kv_dtype is None or kv_dtype.lower() == "auto":
+        return None
     dtype = element(kv_dtype)
-    return kv_dtype if dtype is None or dtype.bits == 8 else dtype.value
+    if dtype is None:
+        return {"int8": "int8_per_token_head"}.get(kv_dtype.lower(), kv_dtype.lower())
+    if dtype is DType.FLOAT32 and own_dtype(config) is dtype:
+        return None
+    return {DType.FLOAT8_E4M3: "fp8", DType.FLOAT8_E5M2: "fp8_e5m2"}.get(dtype, dtype.value)
 
 
 def _split(sizing: Sizing) -> dict[str, Any]:

@@ -21,7 +21,8 @@ configuration's `quantization_config` where there is one, embeddings in the mode
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -30,11 +31,12 @@ from typing import NamedTuple
 from kvstow.errors import ModelError
 from kvstow.plan.checkpoint import weight_files
 from kvstow.plan.models import NOT_ORDINARY
-from kvstow.plan.models.attention import heads_of, num_layers
+from kvstow.plan.models.attention import heads_of, heads_of_layer, num_layers, retentions
 from kvstow.plan.models.catalogue import published
 from kvstow.plan.models.config import Config, Source, load_model
 from kvstow.plan.models.hybrid import FAMILIES, Kind
 from kvstow.plan.models.serving import element, own_dtype
+from kvstow.plan.retention import Full
 
 _NOT_GATED = frozenset(
     ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi")
@@ -78,6 +80,9 @@ VOCABULARIES = {
 USUAL_VOCABULARY = 160_000
 """Of all others."""
 
+GUESS = 0.1
+"""By this part of it weights may differ from what is known of a checkpoint, and be its own."""
+
 _SCALES = Fraction(1, 32)
 """Bytes per parameter of the scales, where a few bits have one: 4 for each 128."""
 
@@ -93,6 +98,8 @@ class Weights:
     expert_part: Fraction = Fraction(0)
     dtype: str | None = None
     left_out: tuple[str, ...] = ()
+    loads: int | None = None
+    """Bytes that the checkpoint has, where others were given and it is known to differ."""
 
 
 class Parameters(NamedTuple):
@@ -123,18 +130,24 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
         return Weights(nbytes=nbytes, how=how, expert_part=part, dtype=dtype, left_out=left_out)
 
     if nbytes is not None:
-        return weights(nbytes, "as given")
+        given = weights(nbytes, "as given")
+        with suppress(ModelError):
+            loads = model_weights(model, dtype).nbytes
+            if abs(loads - nbytes) > loads * GUESS:
+                return replace(given, loads=loads)
+        return given
     if not dtype and (nbytes := _file_bytes(model)):
         return weights(nbytes, "the size of the weight files")
     own = Fraction(own_dtype(config).bits, 8)
     how = f", layers in {dtype}" if dtype else ""
     each, left_out = (weight_bytes(dtype), ()) if dtype else _layer_bytes(config, own)
     if count is not None:
-        how += f", {_spoken(count.vision)} of them in its vision tower" if count.vision else ""
-        left_out += ("draft layers",) if any(config.facts.get(key) for key in _DRAFT) else ()
+        how += f", {_spoken(count.vision)} of them in the vision tower" if count.vision else ""
+        left_out += _towers(config)
+        left_out += ("draft (MTP) layers",) if any(config.facts.get(key) for key in _DRAFT) else ()
         layers = (count.layers + count.experts) * each
         nbytes = round(layers + (count.embeddings + count.vision) * own)
-        return weights(nbytes, f"{_spoken(sum(count))} counted from config{how}", *left_out)
+        return weights(nbytes, f"{_spoken(sum(count))}, counted from config{how}", *left_out)
     if "parameters" not in facts:
         raise config.error(
             f"the size of the weights is not known: no weight files, and {why}",
@@ -145,7 +158,7 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
     if not nbytes:
         embeddings = 0 if each == own else _embeddings(config)
         nbytes = round((facts["parameters"] - embeddings) * each + embeddings * own)
-    return weights(nbytes, f"{_spoken(facts['parameters'])} as published{how}", *left_out)
+    return weights(nbytes, f"{_spoken(facts['parameters'])}, as published{how}", *left_out)
 
 
 def vocabulary(config: Config) -> int:
@@ -188,13 +201,16 @@ def parameters(config: Config) -> Parameters:
     layers = sum(map(sum, (_layer(config, width, kind) for kind in kinds)))
     forward = [_forward(config, width, i) for i in range(len(kinds))]
     embeddings = _embeddings(config)
-    if kind == "gemma3n_text":
-        layers, embeddings = _gemma3n(config, width, layers, embeddings)
+    if kind == "gemma4_text":
+        layers = _gemma4_attention(config, width)
+    if kind in ("gemma3n_text", "gemma4_text"):
+        more_layers, table = _per_layer_inputs(config, width)
+        layers, embeddings = layers + more_layers, embeddings + table
     return Parameters(
         layers=layers + sum(dense for dense, _ in forward),
         experts=sum(experts for _, experts in forward),
         embeddings=embeddings,
-        vision=_vision(config),
+        vision=_vision(config) or 0,
     )
 
 
@@ -257,14 +273,30 @@ def _encoder_decoder(config: Config, tokens: int) -> Parameters:
     return Parameters(layers=layers, experts=0, embeddings=heads * tokens * width)
 
 
-def _gemma3n(config: Config, width: int, layers: int, embeddings: int) -> tuple[int, int]:
-    """Layers and embeddings, with a second table that has a row of each layer for each token."""
-    count = config.count("num_hidden_layers")
-    each = config.count("hidden_size_per_layer_input", default=256)
-    rank, streams = config.count("laurel_rank", default=64), config.count("altup_num_inputs")
-    layers += count * width * (3 * each + 2 * rank) + 2 * (streams - 1) * width * width
-    table = config.count("vocab_size_per_layer_input", default=262_144) * count * each
-    return layers, embeddings + table
+def _gemma4_attention(config: Config, width: int) -> int:
+    """Layers that see everything have heads of their own, and keys that may be values too; the last
+    ones have neither keys nor values."""
+    total = num_layers(config)
+    kept = total - config.count("num_kv_shared_layers", default=0, least=0)
+    is_one = config.flag("attention_k_eq_v", default=False)
+    parameters = 0
+    for i, retention in enumerate(retentions(config, total)):
+        sees_all = isinstance(retention, Full)
+        heads = heads_of_layer(config, i, sees_all=sees_all)
+        sides = (1 if sees_all and is_one else 2) if i < kept else 0
+        parameters += width * heads.key_dim * (2 * heads.query + sides * heads.kv)
+    return parameters
+
+
+def _per_layer_inputs(config: Config, width: int) -> tuple[int, int]:
+    """What Gemma 3n and 4 have beside: in their layers, and a second table of embeddings, which has
+    a row of each layer for each token."""
+    count, is_3n = config.count("num_hidden_layers"), config.model_type == "gemma3n_text"
+    each = config.count("hidden_size_per_layer_input", default=256, least=0)
+    rank = config.count("laurel_rank", default=64) if is_3n else 0
+    streams = config.count("altup_num_inputs") if is_3n else 1
+    layers = count * width * (3 * each + 2 * rank) + 2 * (streams - 1) * width * width
+    return layers, config.count("vocab_size_per_layer_input", default=262_144) * count * each
 
 
 def _forward(config: Config, width: int, layer: int) -> tuple[int, int]:
@@ -281,6 +313,8 @@ def _forward(config: Config, width: int, layer: int) -> tuple[int, int]:
     shared = config.count("n_shared_experts", default=0, least=0) * size
     if config.model_type.startswith("llama4"):
         shared = size
+    if config.model_type == "gemma4_text":
+        shared = config.count("intermediate_size")
     if "shared_expert_intermediate_size" in config:
         shared = config.count("shared_expert_intermediate_size")
     return width * (3 * shared + experts), 3 * width * experts * size
@@ -319,8 +353,15 @@ def _layer_bytes(config: Config, own: Fraction) -> tuple[Fraction, tuple[str, ..
     return Fraction(bits, 8) + _SCALES, ()
 
 
-def _vision(config: Config) -> int:
-    """Parameters of a vision tower's layers: attention and a feed-forward, gated or not."""
+def _towers(config: Config) -> tuple[str, ...]:
+    """Encoders of images and sound that are not counted."""
+    towers = ("the vision tower",) if _vision(config) is None else ()
+    return (*towers, "the audio tower") if "audio_config" in config else towers
+
+
+def _vision(config: Config) -> int | None:
+    """Parameters of a vision tower's layers: attention and a feed-forward, gated or not; None where
+    the configuration does not say."""
     if "vision_config" not in config:
         return 0
     vision = config.inner("vision_config")
@@ -329,7 +370,7 @@ def _vision(config: Config) -> int:
         inner = vision.count("intermediate_size", "vt_intermediate_size", default=4 * width)
         depth = vision.count("num_hidden_layers", "depth", "vt_num_hidden_layers")
     except ModelError:
-        return 0
+        return None
     return depth * (4 * width + 3 * inner) * width
 
 
