@@ -130,12 +130,11 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
         return Weights(nbytes=nbytes, how=how, expert_part=part, dtype=dtype, left_out=left_out)
 
     if nbytes is not None:
-        given = weights(nbytes, "as given")
+        loads = None
         with suppress(ModelError):
             loads = model_weights(model, dtype).nbytes
-            if abs(loads - nbytes) > loads * GUESS:
-                return replace(given, loads=loads)
-        return given
+        is_other = loads is not None and abs(loads - nbytes) > loads * GUESS
+        return replace(weights(nbytes, "as given"), loads=loads if is_other else None)
     if not dtype and (nbytes := _file_bytes(model)):
         return weights(nbytes, "the size of the weight files")
     own = Fraction(own_dtype(config).bits, 8)
