@@ -61,7 +61,15 @@ TARGETS = {
             "transfer/test_digests",
             "transfer/test_faults",
         ),
-        ("pull", "compare_digests", "check_still_ours", "ready_fences", "counted", "meet"),
+        (
+            "written_rows",
+            "pull",
+            "meet_all",
+            "meet",
+            "ready_counts",
+            "compare_digests",
+            "check_still_ours",
+        ),
     ),
     "read": Target(
         "offload/disk/tier",
@@ -202,6 +210,9 @@ def mutants(source: str, functions: tuple[str, ...]) -> list[Mutant]:
     tree = ast.parse(source)
     found: dict[str, Mutant] = {}
     functions_at = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    missing = set(functions) - {each.name for each in functions_at}
+    if missing:
+        raise SystemExit(f"no functions of that name: {', '.join(sorted(missing))}")
     for node, parent in list(places(tree, functions)):
         inside = [f.name for f in functions_at if any(node is each for each in ast.walk(f))]
         for changed in changes(node):

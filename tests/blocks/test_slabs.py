@@ -10,6 +10,7 @@ from block_layouts import (
 )
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.slabs import MAX_LETTERS
+from kvstow.errors import OutOfBlocks
 from kvstow.plan.group import grouped
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import packed, separate
@@ -83,3 +84,14 @@ def test_the_slab_with_the_fewest_cached_rows_changes_hands() -> None:
     pool.on_evict.append(lambda group, ids: gone.extend(ids.tolist()))
     pool.hold(1, 1)
     assert gone == few[:1].tolist()
+
+
+def test_a_slab_whose_cached_rows_are_held_again_is_not_idle() -> None:
+    pool = Pool(packed_layout(RECURRENT, 2))
+    ids = pool.hold(0, 1)
+    pool.keep(0, ids)
+    pool.release(0, ids)
+    pool.share(0, ids)
+    pool.check()
+    with pytest.raises(OutOfBlocks):
+        pool.hold(1, 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from block_layouts import layer
-from kvstow.blocks.table import BlockTable
+from kvstow.blocks.table import BlockTable, demands_of
 from kvstow.plan.group import Group
 from kvstow.plan.retention import Full, Retention, Window
 
@@ -23,6 +23,33 @@ def test_a_full_table_grows_with_its_longest_request() -> None:
     assert it.all_ids(0).tolist() == [5, 6, 9, *range(100, 300)]
     assert it.blocks(1).ids.tolist() == [4]
     assert it.last_ids(np.array([0, 1])).tolist() == [299, 4]
+
+
+def test_one_block_each_widens_the_table_where_the_longest_request_fills_it() -> None:
+    it = table(Full())
+    width = 8
+    it.open(0, 0, np.arange(width))
+    it.open(2, 0, np.array([50]))
+    it.append_one_each(np.array([0, 2]), np.array([60, 61]))
+    assert it.all_ids(0).tolist() == [*range(width), 60]
+    assert it.all_ids(2).tolist() == [50, 61]
+
+
+@pytest.mark.parametrize(
+    ("count", "num_tokens", "expected"),
+    [
+        (2, 8, [(2, "moving")]),  # the window sees all of it
+        (2, 12, [(2, "moving")]),
+        (3, 12, [(2, "moving"), (1, "brief")]),
+        (9, 18, [(2, "moving"), (7, "brief")]),
+        (1, 40, [(1, "moving")]),
+    ],
+)
+def test_blocks_that_no_later_token_sees_are_wanted_briefly(
+    count: int, num_tokens: int, expected: list[tuple[int, str]]
+) -> None:
+    demands = demands_of(0, table(Window(5)), count, num_tokens)
+    assert [(each.count, each.kind) for each in demands] == expected
 
 
 @pytest.mark.parametrize("step", [1, 2, 4])

@@ -168,6 +168,18 @@ class PoolMachine(RuleBasedStateMachine):
         self.sets.held.subtract(ids)
         self.ended()
 
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def keep_and_release(self, data: st.DataObject) -> None:
+        rows = data.draw(st.sampled_from(self.holders))
+        trusted = [row for row in rows if row not in self.sets.suspect]
+        self.pool.keep(rows[0][0], [block for _, block in trusted])
+        self.sets.kept |= set(trusted)
+        self.pool.release(rows[0][0], [block for _, block in rows])
+        self.holders = [each for each in self.holders if each is not rows]
+        self.sets.held.subtract(rows)
+        self.ended()
+
     def ended(self) -> None:
         for row in [row for row, count in self.sets.held.items() if count == 0]:
             del self.sets.held[row]

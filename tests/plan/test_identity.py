@@ -31,6 +31,13 @@ def test_one_checkpoint_in_two_places_is_one_identity(tmp_path: Path):
     assert one.digest == other.digest
     assert one.differences(other) == ()
     assert one.is_verified
+    assert one.is_of_files
+
+
+def test_a_model_is_named_after_its_folder_or_as_it_is_called(tmp_path: Path):
+    folder = checkpoint(tmp_path / "llama")
+    assert Identity.of(folder).model == "llama"
+    assert Identity.of(folder, model="meta/llama").model == "meta/llama"
 
 
 @pytest.mark.parametrize(
@@ -72,9 +79,18 @@ def test_an_identity_says_either_its_weights_or_why_not():
         Identity(model="m", weights="aa", config=(("b", "1"), ("a", "1")))
 
 
+def test_a_salt_is_not_shown_and_none_is_not_set():
+    one, other = (Identity(model="m", weights="aa", salt=salt) for salt in ("", "secret"))
+    (found,) = one.differences(other)
+    assert found.startswith("salt is not set in the source, ")
+    assert "secret" not in found
+
+
 def test_tensors_in_memory_identify_a_model_in_any_order():
     tensors = [("a", "f32 [2]", b"12345678"), ("b", "f32 [2]", b"87654321")]
     one = Identity.of_tensors("m", CONFIG, tensors)
+    assert one.is_verified
+    assert not one.is_of_files
     assert one == Identity.of_tensors("m", CONFIG, reversed(tensors))
     changed = [tensors[0], ("b", "f32 [2]", b"87654320")]
     assert one.differences(Identity.of_tensors("m", CONFIG, changed))
@@ -98,6 +114,10 @@ def test_an_identity_of_a_manifest_says_something():
     plain["layout"]["identity"]["unverified_because"] = ""
     with pytest.raises(ManifestError, match="spec"):
         decode(json.dumps(plain).encode())
+
+
+def test_an_identity_without_weights_is_not_of_files():
+    assert not Identity.unverified("a test").is_of_files
 
 
 # ── one form for each configuration ───────────────────────────────────────────────────

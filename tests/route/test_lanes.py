@@ -13,7 +13,9 @@ from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.view import align_up
-from kvstow.route.blocks import Blocks, Tokens, block_pairs, cut_tokens
+from kvstow.route.blocks import BlockPairs, Blocks, Overlap, Tokens, block_pairs, cut_tokens
+from kvstow.route.copies import Copies
+from kvstow.route.lanes import Lanes, expanded
 from kvstow.route.route import Route, plan_route
 from planning import attention
 
@@ -34,6 +36,10 @@ def test_tokens_are_cut_where_a_block_of_either_side_ends(s_span, d_span, one, o
     starts, ends = cut_tokens(Tokens(first, end), s_span, d_span)
     assert starts.tolist() == [tokens[0] for tokens in found.values()]
     assert ends.tolist() == [tokens[-1] + 1 for tokens in found.values()]
+
+
+def test_no_tokens_are_cut_into_no_stretches():
+    assert [each.tolist() for each in cut_tokens(Tokens(3, 3), 2, 5)] == [[], []]
 
 
 def some_blocks(draw, span: int, end: int) -> Blocks:
@@ -133,6 +139,28 @@ def test_copies_are_the_fewest_and_come_by_destination(data, s_span, d_span, one
     way = plan_route(layout(s_span, one, layers_backwards=backwards), layout(d_span, other))
     ours, theirs = (some_ids(data.draw, -(-num_tokens // span)) for span in (s_span, d_span))
     check(way, ours, theirs, num_tokens)
+
+
+def test_lanes_that_go_on_in_the_next_block_and_those_that_do_not_are_all_copied():
+    copies = Copies(*(np.array(column) for column in ([0, 8], [0, 8], [8, 4])))
+    strides = np.array([8, 100])
+    lanes = Lanes(
+        tokens=1,
+        copies=copies,
+        source_stride=strides,
+        destination_stride=strides,
+        continues=np.array([True, False]),
+    )
+    ids = np.array([2, 3, 5])
+    found = expanded(BlockPairs(Overlap(0, 0, 1), ids, ids), lanes)
+    assert sorted(zip(found.source.tolist(), found.nbytes.tolist(), strict=True)) == [
+        (16, 16),
+        (40, 8),
+        (208, 4),
+        (308, 4),
+        (508, 4),
+    ]
+    assert found.destination.tolist() == found.source.tolist()
 
 
 @pytest.mark.parametrize("theirs", [[4, 5], [5, 4], [4, 7]])

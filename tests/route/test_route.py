@@ -65,6 +65,16 @@ class TestJoining:
         moves = plan_route(layout, layout).copies(first(1), first(1), 1)
         assert triples(moves) == [(64, 64, 8), (104, 104, 8)]
 
+    def test_what_lies_behind_the_last_row_does_not_part_the_rows_before_it(self):
+        layers = tuple(attention(f"layers.{i}", heads=1, tokens=1) for i in range(2))
+        places = (Placement(0, 64, 8, 8),), (Placement(136, 8, 8, 8),)
+        rows = PlacedGroup(group=Group(name="a", layers=layers), rows_per_slab=1, placements=places)
+        layout = Layout(
+            model="m", order="LBHNC", num_slabs=3, nbytes=160, groups=(rows,), base_align=2
+        )
+        moves = plan_route(layout, layout).copies(first(1, 2), first(1, 2), 2)
+        assert triples(moves) == [(64, 64, 72), (144, 144, 16)]
+
     def test_padding_on_one_side_is_not_run_over_where_the_other_side_holds_a_layer(self):
         layers = [attention(f"layers.{i}", heads=1) for i in range(3)]  # pages of 16 bytes
         stage = laid_out(layers[0], layers[2], pp=(0, 2), alignment=Alignment(page=32, row=1))

@@ -9,8 +9,10 @@ from faulty import Fails, FaultyFiles
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.disk.tier import FILE_BYTES, DiskTier
+from kvstow.offload.disk.tree import BLOCK_NANOSECONDS
 from kvstow.offload.rows import row_layout
 from kvstow.offload.store import Store
+from kvstow.offload.tier import ChainLink, Counts
 from kvstow.plan.manifest import fingerprint
 from offloading import hybrid, key, numbered_key, numbered_row, random_rows, row_bytes, row_files
 
@@ -133,17 +135,17 @@ def test_a_directory_without_a_store_is_refused_where_no_layout_is_given(tmp_pat
 # ── several rows in a file ────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("content", [8, 256, 1024, 4096])
+@pytest.mark.parametrize("content", [8, 256, 4096, 16384])
 def test_rows_of_every_size_come_back_in_any_selection_and_order(tmp_path, content):
     """From rows of which fifty share a file to rows that have files of their own."""
     layout = hybrid(content=content)
     tier = DiskTier(tmp_path, layout, capacity=256 * MIB)
-    count = 120 if content < 1024 else 12
+    count = 120 if content < 4096 else 7
     keys, rows, kept = stored(tier, 0, count)
     assert kept.all()
     files = {file.stat().st_ino for file in row_files(tmp_path)}
     alone = 2 * tier.layout.row_bytes(0) > FILE_BYTES
-    assert (len(files) == count) == alone
+    assert (len(files) == count) == alone == (content == 16384)
     dice = np.random.default_rng(5)
     for _ in range(10):
         at = dice.permutation(count)[: int(dice.integers(1, count))].tolist()
@@ -157,8 +159,9 @@ def test_rows_of_every_size_come_back_in_any_selection_and_order(tmp_path, conte
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_memory_that_direct_input_cannot_use_is_filled_as_well(tmp_path, shift):
-    tier = DiskTier(tmp_path, hybrid(content=4096), capacity=64 * MIB)
+    tier = DiskTier(tmp_path, hybrid(content=16384), capacity=64 * MIB)
     nbytes = tier.layout.row_bytes(0)
+    assert 2 * nbytes > FILE_BYTES  # it has a file of its own
     memory = np.full(nbytes + 8192, 0xEE, np.uint8)
     start = -memory.__array_interface__["data"][0] % 4096 + shift
     row = memory[start : start + nbytes]
@@ -184,6 +187,36 @@ def test_a_row_that_was_evicted_is_gone_though_its_file_stays(tmp_path):
     tier.close()
 
 
+def test_a_file_is_closed_once_its_rows_were_read(tmp_path):
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
+    keys, _rows, _ = stored(tier, 0, 20)
+    before = os.listdir("/proc/self/fd")
+    assert loaded(tier, 0, keys)[0].all()
+    assert os.listdir("/proc/self/fd") == before
+    tier.close()
+
+
+def test_a_file_that_was_read_counts_as_used_now_by_its_first_block(tmp_path):
+    times = iter([10.0, 20.0])
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB, clock=lambda: next(times))
+    keys = [key(0, i) for i in range(3)]
+    links = [ChainLink(block=block) for block in (5, 6, 7)]
+    tier.store(0, keys, random_rows(tier.layout.row_bytes(0), 3, 1), links)
+    assert [file.used for file in tier.row_files()] == [10**10 - 5 * BLOCK_NANOSECONDS]
+    assert loaded(tier, 0, keys)[0].all()
+    assert [file.used for file in tier.row_files()] == [2 * 10**10 - 5 * BLOCK_NANOSECONDS]
+    tier.close()
+
+
+def test_a_file_under_the_name_of_a_row_that_is_not_in_it_is_no_hit(tmp_path):
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
+    keys, _rows, _ = stored(tier, 0, 2)
+    os.link(tier.tree.name(0, keys[0]), tier.tree.name(0, key(0, 9)))
+    assert loaded(tier, 0, [key(0, 9), *keys])[0].tolist() == [False, True, True]
+    assert tier.contains(0, [key(0, 9)]).tolist() == [False]
+    tier.close()
+
+
 def test_a_damaged_row_is_dropped_and_its_neighbours_stay(tmp_path):
     tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
     keys, rows, _ = stored(tier, 0, 20)
@@ -191,7 +224,15 @@ def test_a_damaged_row_is_dropped_and_its_neighbours_stay(tmp_path):
     found, got = loaded(tier, 0, keys)
     assert np.flatnonzero(~found).tolist() == [7]
     assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=True) if ok)
-    assert tier.counts.failures == 1
+    assert tier.counts == Counts(
+        hits=19,
+        misses=1,
+        loaded_rows=19,
+        failures=1,
+        loaded_bytes=19 * len(rows[0]),
+        stored_rows=20,
+        stored_bytes=20 * len(rows[0]),
+    )
     assert tier.contains(0, keys).tolist() == found.tolist()
     assert tier.store(0, keys[7:8], rows[7:8]).all()
     assert loaded(tier, 0, keys)[0].all()

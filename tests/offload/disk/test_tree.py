@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.disk.tree import RowListing, Writers, _is_locked_now, walk
@@ -59,6 +61,19 @@ def test_a_folder_goes_while_nobody_can_begin_to_write_in_it(tmp_path, monkeypat
     writers.sweep()
     assert (was_locked, writers.count()) == ([True], 1)
     writers.close()
+
+
+def test_bytes_that_were_reserved_and_not_written_are_free_without_another_look(
+    tmp_path, monkeypatch
+):
+    tree = DiskTier(tmp_path, hybrid(), capacity=MIB).tree
+    assert tree.reserve(MIB)
+    assert not tree.reserve(1)
+    tree.give_back(MIB)
+    assert tree.reserve(MIB // 2)
+    tree.give_back(MIB // 2)
+    monkeypatch.setattr(tree, "_walked", lambda: pytest.fail("looked again"))
+    assert tree.reserve(MIB)
 
 
 def test_a_walk_counts_a_file_once_whatever_its_names(tmp_path):
