@@ -323,25 +323,22 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
         return KvstowStep(self._scheduler_side.take_step(computes=computes))
 
     def _store(self, scheduler_output: StepPlan) -> None:
-        """Blocks that the step fills are queued to be stored.
-
-        vLLM advances `num_computed_tokens` after this call. What finds no room now is looked at
-        again when there is some.
-        """
-        side = self._scheduler_side
-        due, requests, tables = side.due, self._requests, scheduler_output.kv_connector_block_state
-        if not due or side.recall is None:
+        """Blocks that the step fills are queued to be stored. vLLM advances `num_computed_tokens`
+        after this call."""
+        recall, tables = self._scheduler_side.recall, scheduler_output.kv_connector_block_state
+        if recall is None:
             return
         assert tables is not None, "vLLM plans steps with a connector, and tells it no blocks"
         name = self._adapters.looked_up_once()
         for id, new in scheduler_output.num_scheduled_tokens.items():
-            if id not in due or (filled := requests[id].num_computed_tokens + new) < due[id]:
+            request = self._requests.get(id)
+            filled = request.num_computed_tokens + new if request is not None else 0
+            if request is None or not recall.is_due(id, filled):
                 continue
-            adapter = requests[id].lora_request
-            if adapter is None or name(adapter) is not None:
-                side.recall.computed(id, filled, self._taken(tables.get_block_ids(id) or ()))
+            if request.lora_request is None or name(request.lora_request) is not None:
+                recall.computed(id, filled, self._taken(tables.get_block_ids(id) or ()))
             else:
-                side.recall.forget(id)
+                recall.forget(id)
 
     @property
     def is_loading(self) -> bool:
@@ -396,8 +393,6 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
         worker_meta = connector_output.kv_connector_worker_meta
         results = worker_meta.results if isinstance(worker_meta, KvstowReport) else StepResults()
         self._scheduler_side.apply(results, tuple(connector_output.finished_sending or ()))
-        if self._events is not None:
-            self._events.changed(results.changes)
         recall = self._scheduler_side.recall
         if recall is not None and not self._requests and steps_by_hand():
             recall.give_up()

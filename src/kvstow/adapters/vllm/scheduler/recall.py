@@ -56,6 +56,8 @@ class RecalledRequest:
     """What some ranks have answered, all of them once it is known."""
     announced: int = 0
     """Tokens whose blocks events may tell of."""
+    due: int = 0
+    """With so many tokens a block is full that was not when last looked at."""
 
 
 class Recall(PrefixSource):
@@ -68,8 +70,6 @@ class Recall(PrefixSource):
         self._identity = engine.weights.identity
         self._unit = engine.unit
         self._requests: dict[str, RecalledRequest] = {}
-        self.due: dict[str, int] = {}
-        """By request, with how many tokens a block is full that was not when last looked at."""
         self.index = KeyIndex(len(engine.groups))
         self.journal = _journal(engine.options, self._identity, self._unit)
         self.stores = StoreQueue(engine)
@@ -119,6 +119,8 @@ class Recall(PrefixSource):
             self.index.update(rank, kept)
         for job, ranks in results.stored.items():
             self.stores.stored(job, ranks)
+        if self._events is not None:
+            self._events.changed(results.changes)
 
     def _answered(self, answer: KeysPresent) -> None:
         """Which rows are there, by the word of some ranks; known when all have answered."""
@@ -246,7 +248,13 @@ class Recall(PrefixSource):
     def _note_due(self, request: RecalledRequest) -> None:
         each = zip(request.passed, self._groups, strict=True)
         tokens = min((done + 1) * group.block_tokens for done, group in each)
-        self.due[request.request.id] = tokens + self._engine.ahead
+        request.due = tokens + self._engine.ahead
+
+    def is_due(self, id: str, num_tokens: int) -> bool:
+        """Whether a request with so many tokens has a block that may be stored, and there is room
+        for it. What finds none now is looked at again when there is some."""
+        request = self._requests.get(id)
+        return request is not None and num_tokens >= request.due and not self.stores.is_full
 
     def computed(self, id: str, num_tokens: int, ids: BlockIds) -> None:
         """With the step that is planned, so many tokens of a request are in these blocks."""
@@ -317,7 +325,6 @@ class Recall(PrefixSource):
     def forget(self, id: str) -> None:
         """Nothing more of a request is stored, and nothing comes back for it."""
         self._requests.pop(id, None)
-        self.due.pop(id, None)
 
     def plan(self) -> None:
         self._engine.step.store = self.stores.take()
@@ -364,7 +371,6 @@ class Recall(PrefixSource):
         them."""
         self._identity = identity
         self._requests.clear()
-        self.due.clear()
         self.give_up()
         if self.journal is not None:
             self.journal.identity = identity

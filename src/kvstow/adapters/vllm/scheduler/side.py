@@ -4,7 +4,7 @@ Nothing here touches memory. Questions (`matched`) change nothing that a second 
 see; what the workers have to do is collected and taken once per step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvstow.adapters.vllm.counts import EngineCounts
@@ -150,12 +150,6 @@ class SchedulerSide:
         return bool(self._loading) or len(self._handovers.early) > 0
 
     # ── steps ─────────────────────────────────────────────────────────────────────
-
-    @property
-    def due(self) -> Mapping[str, int]:
-        """By request, with how many tokens a block of it is full that may be stored; none while
-        there is no room."""
-        return {} if self.recall is None or self.recall.stores.is_full else self.recall.due
 
     @property
     def waits_for_step(self) -> bool:

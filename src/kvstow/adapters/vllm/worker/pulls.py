@@ -22,7 +22,6 @@ from kvstow.adapters.vllm.protocol import (
     EarlyAnswer,
     EarlyOutcome,
     EarlyPull,
-    Hold,
     PullBlocks,
     StepOrders,
     StepResults,
@@ -70,7 +69,7 @@ class RankPulls(RankPart):
         self._wake = wake
         self._after_steps = after_steps
         self._tasks = Tasks()
-        self._unquiet: dict[Hold, Transfer] = {}
+        self._holds = Tasks()
         """Failed pulls whose requests have been told."""
         self._numbers = count(1)
         self._results = StepResults()
@@ -110,7 +109,6 @@ class RankPulls(RankPart):
     def report(self, results: StepResults) -> None:
         """What has become of the pulls since the last time."""
         self.resume()
-        self._results.released += self._quiet_ones()
         results.join(self._results)
         self._results = StepResults()
 
@@ -129,14 +127,7 @@ class RankPulls(RankPart):
     def resume(self) -> None:
         """Go on with all pulls, as far as they can."""
         self._tasks.resume()
-
-    def _quiet_ones(self) -> tuple[Hold, ...]:
-        """Held pulls that nobody writes for any more; told once."""
-        quiet = tuple(hold for hold, each in self._unquiet.items() if each.wait_quiet(0))
-        for hold in quiet:
-            del self._unquiet[hold]
-            log.info("blocks of failed pull %d of %s are released", hold[1], hold[0])
-        return quiet
+        self._holds.resume()
 
     # ── one pull ──────────────────────────────────────────────────────────────────
 
@@ -205,15 +196,15 @@ class RankPulls(RankPart):
         until = time.monotonic() + HOLD_SECONDS
         while not transfer.wait_quiet(0):
             if transfer.error is not None and pull.may_hold and time.monotonic() >= until:
-                self._hold(pull, transfer, transfer.error)
+                self._holds.begin(self._hold(pull, transfer, transfer.error))
                 return False
             yield
         return True
 
-    def _hold(self, pull: PullBlocks, transfer: Transfer, error: TransferError) -> None:
+    def _hold(self, pull: PullBlocks, transfer: Transfer, error: TransferError) -> Task:
+        """Have a failed pull's blocks held until nobody writes to them any more."""
         hold = self._agent.name, next(self._numbers)
         blocks = {int(id) for each in transfer.order.into.values() for id in each.ids}
-        self._unquiet[hold] = transfer
         self._results.held[hold] = tuple(sorted(blocks))
         log.warning(
             "request %s: peer %r may still write to %d blocks: the request is told, and the blocks "
@@ -223,6 +214,10 @@ class RankPulls(RankPart):
             len(blocks),
             hold[1],
         )
+        while not transfer.wait_quiet(0):
+            yield
+        self._results.released.append(hold)
+        log.info("blocks of failed pull %d of %s are released", hold[1], hold[0])
 
     def _check_whole(self, pull: PullBlocks, into: Mapping[int, Blocks]) -> None:
         """TransferError if some blocks of an accepted pull were not filled.
