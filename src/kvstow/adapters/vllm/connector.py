@@ -273,10 +273,9 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], HandshakeMetadata]
     ) -> None:
-        each = [metadata[rank] for rank in sorted(metadata)]
+        each = (metadata[rank] for rank in sorted(metadata))
         workers = [worker for worker in each if isinstance(worker, KvstowEndpoint)]
-        endpoints = [worker.endpoint for worker in workers]
-        self._scheduler_side.meet(endpoints)
+        self._scheduler_side.meet([worker.endpoint for worker in workers])
         for worker in workers:
             self._scheduler_side.apply(worker.kept)
 

@@ -11,6 +11,7 @@ whole block): all tokens of a block are one state, and blocks move whole.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -292,25 +293,16 @@ def _pages(
     it needs.
     """
     layers = vllm_config.compilation_config.static_forward_context
-    heads = vllm_config.model_config.get_total_num_kv_heads()
-    device = vllm_config.device_config.device_type
     text = getattr(vllm_config.model_config, "hf_text_config", None)
-    groups = next((n for name in STATE_GROUPS if (n := getattr(text, name, None))), None)
-
-    def page(name: str, spec: Any) -> DeclaredPage:
-        kernels = kernels_of(layers.get(name))
-        return declared_page(
-            name,
-            spec,
-            order=order,
-            tp=tp,
-            total_heads=heads,
-            device=device,
-            kernels=kernels,
-            state_groups=groups,
-        )
-
-    return page
+    page = partial(
+        declared_page,
+        order=order,
+        tp=tp,
+        total_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        device=vllm_config.device_config.device_type,
+        state_groups=next((n for name in STATE_GROUPS if (n := getattr(text, name, None))), None),
+    )
+    return lambda name, spec: page(name, spec, kernels=kernels_of(layers.get(name)))
 
 
 def _spec_of(group: CacheGroup, layer: str) -> Any:

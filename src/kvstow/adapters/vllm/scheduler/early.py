@@ -72,7 +72,8 @@ class EarlyPulls:
         called when a pull that has begun has ended, by `wait` or `poll`."""
         size, pool = self._block_tokens, self._engine.pool
         total = min(handover.num_tokens, len(request.all_token_ids) - 1) // size
-        if not self._seconds or pool is None or not self._may_be_found(request, total):
+        is_looked_for = len(request.block_hashes) >= total and not request.skip_reading_prefix_cache
+        if not self._seconds or pool is None or not is_looked_for:
             return "beside steps"
         cached = pool.cached(request.block_hashes, total)
         if len(cached) == total:
@@ -105,10 +106,6 @@ class EarlyPulls:
         next(pull)
         self._unplanned[request.request_id] = needed
         return "begun"
-
-    def _may_be_found(self, request: Request, num_blocks: int) -> bool:
-        """Whether the engine looks for so many blocks of a request in its cache."""
-        return len(request.block_hashes) >= num_blocks and not request.skip_reading_prefix_cache
 
     def _pull(
         self,

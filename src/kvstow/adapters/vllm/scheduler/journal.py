@@ -7,7 +7,6 @@ broken costs prompts that are not noted, and no step.
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,16 +47,32 @@ class EngineJournal:
 
     def stored(self, request: EngineRequest, num_tokens: int) -> None:
         """The first tokens of a request are stored, or on their way."""
-        self._with_prompt(request, num_tokens, self._note)
+        note = self._journal.note
+        self._submit(request, num_tokens, lambda prompt, makes: note(prompt, makes, self._unit))
 
     def looked_up(self, request: EngineRequest, found_tokens: int) -> None:
         """Say in the log, at debug level, why no more of a prompt was found. Its last token is
         always computed, and not looked for."""
-        if log.isEnabledFor(logging.DEBUG):
-            explain = partial(self._explain, request.id, found_tokens)
-            self._with_prompt(request, len(request.tokens) - 1, explain)
 
-    def _with_prompt(
+        def explain(prompt: Prompt, identity: Identity) -> None:
+            try:
+                why = why_ended(self._journal, prompt, identity, found_tokens, self._unit)
+            except StoreError as error:
+                log.debug("request %s: %s", request.id, error)
+                return
+            log.debug(
+                "request %s: %d of %d tokens are found: %s: %s",
+                request.id,
+                why.found_tokens,
+                why.num_tokens,
+                why.reason,
+                why.text,
+            )
+
+        if log.isEnabledFor(logging.DEBUG):
+            self._submit(request, len(request.tokens) - 1, explain)
+
+    def _submit(
         self, request: EngineRequest, num_tokens: int, call: Callable[[Prompt, Identity], None]
     ) -> None:
         """Call, in the other thread, with what the rows of the first tokens are stored under."""
@@ -69,24 +84,6 @@ class EngineJournal:
         job = self._thread.submit(lambda: call(Prompt.of(tokens, extra=extra), identity))
         self._waiting.add(job)
         job.add_done_callback(self._waiting.discard)
-
-    def _note(self, prompt: Prompt, identity: Identity) -> None:
-        self._journal.note(prompt, identity, self._unit)
-
-    def _explain(self, id: str, found_tokens: int, prompt: Prompt, identity: Identity) -> None:
-        try:
-            why = why_ended(self._journal, prompt, identity, found_tokens, self._unit)
-        except StoreError as error:
-            log.debug("request %s: %s", id, error)
-            return
-        log.debug(
-            "request %s: %d of %d tokens are found: %s: %s",
-            id,
-            why.found_tokens,
-            why.num_tokens,
-            why.reason,
-            why.text,
-        )
 
     def close(self) -> None:
         """Write what waits."""

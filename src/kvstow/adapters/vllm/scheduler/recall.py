@@ -107,10 +107,9 @@ class Recall(PrefixSource):
         has_more = options.disk_path or options.host_shared or options.remote
         if not has_more or self._least_level(entry) != Level.BELOW:
             return False
-        near = self._longest(entry, limit, Level.HOST)
-        if options.host_shared or options.remote:
-            return near < limit
-        return near < self._longest(entry, limit, Level.BELOW)
+        is_listed = not options.host_shared and not options.remote
+        far = self._longest(entry, limit, Level.BELOW) if is_listed else limit
+        return self._longest(entry, limit, Level.HOST) < far
 
     def apply(self, results: StepResults) -> None:
         for answer in results.present.values():
@@ -141,12 +140,7 @@ class Recall(PrefixSource):
             return num_held
         if entry.stage == "asking":
             return None
-        return max(num_held, self._num_recallable(entry, limit))
-
-    def _num_recallable(self, entry: RecalledRequest, limit: int) -> int:
-        """Tokens of the longest beginning that can be brought back."""
-        least = self._least_level(entry) if entry.answer else Level.HOST
-        return self._longest(entry, limit, least)
+        return max(num_held, self._longest(entry, limit))
 
     def _least_level(self, entry: RecalledRequest) -> Level:
         """From where rows of this request may come."""
@@ -178,8 +172,11 @@ class Recall(PrefixSource):
         below[: len(present)] = present
         return np.where(levels == Level.HOST, levels, below * np.uint8(Level.BELOW))
 
-    def _longest(self, entry: RecalledRequest, limit: int, least: Level) -> int:
-        """The longest beginning that every group can serve from rows of at least that level."""
+    def _longest(self, entry: RecalledRequest, limit: int, least: Level | None = None) -> int:
+        """The longest beginning that every group can serve from rows of at least that level; of
+        the least that may be used, where none is named: below only what the workers have found."""
+        if least is None:
+            least = self._least_level(entry) if entry.answer else Level.HOST
         return longest_prefix(
             enumerate(self._groups),
             limit,
@@ -236,7 +233,7 @@ class Recall(PrefixSource):
     def _explain(self, entry: RecalledRequest) -> None:
         """Have the journal say why no more of a request is found."""
         if self.journal is not None:
-            self.journal.looked_up(entry.request, self._num_recallable(entry, self._limit(entry)))
+            self.journal.looked_up(entry.request, self._longest(entry, self._limit(entry)))
 
     # ── going out ─────────────────────────────────────────────────────────────────
 

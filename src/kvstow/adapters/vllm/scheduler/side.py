@@ -53,9 +53,9 @@ class SchedulerSide:
             self._key_sizes.add(questions.step)
             self._sources.append(questions)
         self._matches: dict[str, Match] = {}
-        self._loading: set[str] = set()
-        """Requests whose blocks are not yet what the engine counts as computed."""
-        self._hits: dict[str, Hits] = {}
+        self._loads: dict[str, Hits] = {}
+        """Requests whose blocks are not yet what the engine counts as computed, and from where
+        their tokens come."""
         self._computes = False
         """Whether the last step computes something; it may still run when the next one is made."""
 
@@ -108,18 +108,17 @@ class SchedulerSide:
         """
         start, source = self._matches.pop(request, Match(0, None))
         if num_external == 0:
-            self._end_load(request)
+            self._loads.pop(request, None)
             for each in self._sources:
                 each.computes(request)
             return
-        self._loading.add(request)
         if source is None or not source.has(request):
             source = self._handovers
-        self._hits[request] = source.load(request, ids, start, start + num_external)
+        self._loads[request] = source.load(request, ids, start, start + num_external)
 
     def hits(self, request: str, num_tokens: int) -> Hits:
         """Where so many tokens of a request come from that was just given its blocks."""
-        hits = self._hits.pop(request, {})
+        hits = self._loads.get(request, {})
         return hits if sum(hits.values()) == num_tokens else {"external_unspecified": num_tokens}
 
     def finished(
@@ -130,8 +129,7 @@ class SchedulerSide:
         Whether its blocks must stay, and what its answer carries. One that ends while it is
         being loaded has nothing to give.
         """
-        is_loading = request.id in self._loading
-        self._end_load(request.id)
+        is_loading = self._loads.pop(request.id, None) is not None
         self._matches.pop(request.id, None)
         for source in self._sources:
             source.ended(request.id, ids, num_tokens if request.shareable and not is_loading else 0)
@@ -140,14 +138,10 @@ class SchedulerSide:
         params = self._offers.make(request, ids, num_tokens)
         return params is not None, params
 
-    def _end_load(self, request: str) -> None:
-        self._loading.discard(request)
-        self._hits.pop(request, None)
-
     @property
     def is_loading(self) -> bool:
         """Whether a request waits for its blocks to be filled."""
-        return bool(self._loading) or len(self._handovers.early) > 0
+        return bool(self._loads) or len(self._handovers.early) > 0
 
     # ── steps ─────────────────────────────────────────────────────────────────────
 

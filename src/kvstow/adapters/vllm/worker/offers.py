@@ -15,7 +15,6 @@ import numpy as np
 from kvstow.adapters.vllm.counts import Count, EngineCounts
 from kvstow.adapters.vllm.protocol import OfferBlocks, StepOrders, StepResults
 from kvstow.adapters.vllm.worker.part import RankPart
-from kvstow.errors import TransferError
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
@@ -115,14 +114,7 @@ class RankOffers(RankPart):
         self._counts[f"{Count.LEASE_ENDS} {reason}"] += 1
 
     def _ticket(self, offer: OfferBlocks) -> Ticket:
-        for ticket in offer.tickets:
-            if ticket.agent == self._agent.name:
-                return ticket
-        raise TransferError(
-            f"request {offer.request}: none of {len(offer.tickets)} tickets is of agent "
-            f"{self._agent.name!r}",
-            kind="ticket",
-        )
+        return next(ticket for ticket in offer.tickets if ticket.agent == self._agent.name)
 
     def hear(self, offer: OfferBlocks) -> None:
         """Adopt an offer that was told between two steps, unless a step was faster: its lease may
