@@ -12,7 +12,8 @@ from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.framing import decode_message
-from kvstow.transfer.channel.messages import AnyMessage, Begin, Failed, Ids, Sample, Write
+from kvstow.transfer.channel.messages import AnyMessage, Begin, End, Failed, Ids, Sample, Write
+from kvstow.transfer.loop import NOW_AND_THEN
 from kvstow.transfer.options import Options
 from kvstow.transfer.peers.outgoing import Outgoing
 from kvstow.transfer.tickets.owner import Generations
@@ -125,6 +126,17 @@ def test_a_second_line_of_one_agent_leaves_the_first_alone(pair):
     assert other.state == "ready"
     assert len(server.incoming) == 2
     assert first in server.incoming
+
+
+def test_a_producer_is_awake_as_long_as_somebody_reads_from_it(pair):
+    """Some engines move bytes only while their target looks at them."""
+    ticket = pair.producer.offer_blocks(SOURCE, TOKENS)
+    transfer = pair.consumer.pull(ticket, into=TARGET, direction="read")
+    pair.rounds(10, End)
+    assert transfer.wait(0).directions == ("read",)
+    (serving,) = pair.producer.server.servings.values()
+    pair.producer.loop.step()
+    assert serving.task.due <= pair.clock.now + NOW_AND_THEN
 
 
 # ── orders that cannot be ─────────────────────────────────────────────────────────────

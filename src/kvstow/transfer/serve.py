@@ -79,6 +79,8 @@ def serve(server: "Server", serving: Serving) -> Routine[None]:
         yield from together(*work)
         if not begin.is_mapped:
             server.loop.expect_work()  # the consumer reads its fence now
+            while not serving.mailbox.has(End):
+                yield server.loop.pace
         end = yield from serving.mailbox.wait(End)
         if end.outcome != "accepted":
             raise TransferError(ENDED, kind="aborted")
