@@ -59,7 +59,6 @@ TARGETS = {
             "transfer/test_isolation",
             "transfer/test_pull",
             "transfer/test_digests",
-            "transfer/test_faults",
         ),
         (
             "written_rows",
@@ -73,14 +72,14 @@ TARGETS = {
     ),
     "read": Target(
         "offload/disk/tier",
-        ("offload/disk/test_tier", "offload/disk/test_identity", "offload/disk/test_faults"),
+        ("offload/disk/test_tier", "offload/disk/test_identity"),
         ("load", "_load", "_load_file", "_header", "_read_rows", "_drop"),
     ),
     "record": Target("offload/disk/format", ("offload/disk/test_format", "offload/disk/test_tier")),
     "tree": Target("offload/disk/tree", ("offload/disk/test_tree", "offload/disk/test_tier")),
     "recovery": Target(
         "offload/disk/opening",
-        ("offload/disk/test_opening", "offload/disk/test_faults", "offload/disk/test_tier"),
+        ("offload/disk/test_tier", "offload/disk/test_opening"),
     ),
     "quarantine": Target(
         "transfer/quarantine", ("transfer/test_quarantine", "transfer/test_isolation")

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
-from kvstow.transfer.quarantine import Quarantine
+from kvstow.transfer.channel.messages import End
+from kvstow.transfer.options import Options
+from kvstow.transfer.peers.endpoint import EngineReplaced
+from kvstow.transfer.quarantine import HURRY, MOST_FAILED, Quarantine
 
 
 def quarantine(endpoint: Any) -> Quarantine:
@@ -61,3 +64,237 @@ def test_upkeep_goes_on_after_an_error_of_any_kind(caplog):
         next(upkeep)
     assert len(looks) == 3
     assert "RuntimeError: dictionary changed size" in caplog.text
+
+
+# ── what is waited for ────────────────────────────────────────────────────────────────
+
+
+class World:
+    """As much of an endpoint, its loop and one failed pull as the quarantine looks at: 100 rows,
+    and a clock that is set by hand."""
+
+    name = "consumer"
+    options = Options(
+        quarantine_seconds=60.0,
+        quarantine_share=0.25,
+        drain_seconds=10.0,
+        contact_seconds=5.0,
+        heartbeat_seconds=2.0,
+    )
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.is_draining = False
+        self.num_engines = 1
+        self.is_moving = False
+        self.gone: set[str] = set()
+        self.flights: list[SimpleNamespace] = []
+        self.events: list[Any] = []
+        self.rows_told: list[int] = []
+        self.metrics = SimpleNamespace(quarantined=SimpleNamespace(set=self.rows_told.append))
+        self.layout = SimpleNamespace(groups=[0, 1], num_blocks=lambda g: 50)
+        self.transport = SimpleNamespace(name="engine 1")
+        self.reads: list[SimpleNamespace] = []
+        self.card = SimpleNamespace(engine="their engine", start="first")
+        self.peer = SimpleNamespace(
+            name="producer",
+            card=self.card,
+            state="ready",
+            greet=lambda: self.events.append("greet"),
+            send=self.events.append,
+            lose=lambda error: self.events.append(("lost", str(error))),
+        )
+        self.flight = SimpleNamespace(is_quiet=True)
+        self.source = SimpleNamespace(
+            id=7,
+            peer=self.peer,
+            card=self.card,
+            flights=[self.flight],
+            writer_is_quiet=False,
+            forget=lambda: self.events.append("forgotten"),
+        )
+        self.quarantine = Quarantine(
+            self,  # type: ignore
+            self,  # type: ignore
+            is_moving=lambda: self.is_moving,
+            before_close=self.events.append,
+        )
+
+    def clock(self) -> float:
+        return self.now
+
+    def start(self, name: str, routine: Any) -> SimpleNamespace:
+        """The loop's: a liveness read, which ends when the test says so."""
+        routine.close()
+        read = SimpleNamespace(is_over=False, interrupt=lambda e: self.events.append("interrupted"))
+        self.reads.append(read)
+        return read
+
+    def note(self, what: str, facts: dict[str, Any]) -> None:
+        self.events.append((what, facts))
+
+    def replace_engine(self) -> None:
+        self.num_engines += 1
+
+    def taken(self) -> list[Any]:
+        """What happened since the last look."""
+        events, self.events[:] = list(self.events), []
+        return events
+
+    def wait(self) -> Any:
+        return self.quarantine.quiesced([self.source], rows=3)
+
+
+def is_over(routine: Any) -> bool:
+    return next(routine, "over") == "over"
+
+
+def test_rows_are_quiet_when_our_posts_have_ended_and_the_producer_has_said_so():
+    world = World()
+    world.flight.is_quiet = False
+    waiting = world.wait()
+    assert not is_over(waiting)
+    assert world.quarantine.rows == 3
+    world.source.writer_is_quiet = True
+    assert not is_over(waiting)
+    world.flight.is_quiet = True
+    world.source.writer_is_quiet = False
+    other = World()
+    unsaid = other.wait()
+    assert not is_over(unsaid)
+    assert is_over(waiting)
+    assert (world.quarantine.rows, other.quarantine.rows) == (0, 3)
+    assert world.rows_told == [3, 0]
+    assert world.taken()[-1] == "forgotten"
+    assert "forgotten" not in other.taken()
+
+
+def test_a_silent_producer_is_asked_once_per_heartbeat_and_looked_at_once_per_contact():
+    world = World()
+    waiting = world.wait()
+    for now, asked, looks in [
+        (0.0, True, 1),
+        (1.9, False, 1),
+        (2.1, True, 1),
+        (4.2, True, 1),
+        (5.1, False, 1),  # the look before has not ended
+    ]:
+        world.now = now
+        assert not is_over(waiting)
+        assert world.taken() == (["greet", End(7, 0, "failed")] if asked else []), now
+        assert len(world.reads) == looks
+    world.reads[0].is_over = True
+    assert not is_over(waiting)
+    assert len(world.reads) == 2
+    world.source.writer_is_quiet = True
+    assert is_over(waiting)
+    assert world.taken() == ["interrupted", "forgotten"]
+
+
+def test_a_peer_that_is_silent_while_posts_are_under_way_is_given_up_after_the_drain():
+    world = World()
+    world.flight.is_quiet = False
+    waiting = world.wait()
+    assert not is_over(waiting)
+    world.now = 9.9
+    assert not is_over(waiting)
+    assert not any("lost" in event for event in world.taken() if isinstance(event, tuple))
+    world.now = 10.1
+    assert not is_over(waiting)
+    (lost,) = [event for event in world.taken() if isinstance(event, tuple)]
+    assert "silent for 10.0 s" in lost[1]
+    world.peer.card = SimpleNamespace(engine="a fresh engine", start="first")
+    assert not is_over(waiting)
+    assert not [event for event in world.taken() if isinstance(event, tuple)]
+
+
+@pytest.mark.parametrize("found_by", ["its memory", "its successor"])
+def test_of_a_dead_producer_rows_are_quiet_after_a_fresh_engine(found_by: str):
+    world = World()
+    waiting = world.wait()
+    assert not is_over(waiting)
+    if found_by == "its memory":
+        world.gone.add("their engine")
+    else:
+        world.peer.card = SimpleNamespace(engine="their engine", start="second")
+        world.peer.state = "meeting"
+        assert not is_over(waiting)
+        world.now = 61.0
+        assert not world.quarantine._is_due()  # a fresh engine would not help yet
+        world.peer.state = "ready"
+    assert not is_over(waiting)
+    world.now = 61.0
+    assert world.quarantine._is_due()
+    world.num_engines += 1
+    assert is_over(waiting)
+
+
+# ── when the engine is replaced ───────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(25, 60.0), (26, 60.0 / HURRY)])
+def test_the_engine_is_replaced_when_rows_have_waited_for_too_long_and_sooner_where_many_do(
+    rows: int, seconds: float
+):
+    world = World()
+    with world.quarantine.case([world.flight], rows):  # type: ignore
+        world.now = 1000.0
+        assert not world.quarantine._is_due()  # its post has ended
+    world.now, world.flight.is_quiet = 0.0, False
+    with world.quarantine.case([world.flight], rows):  # type: ignore
+        world.now = seconds - 0.1
+        with world.quarantine.case([world.flight], 0):  # type: ignore
+            assert not world.quarantine._is_due()
+            world.now = seconds + 0.1
+            assert world.quarantine._is_due()
+    assert not world.quarantine._is_due()
+
+
+def test_the_engine_is_replaced_when_too_many_posts_have_failed():
+    world = World()
+    times = [None, *(float(n) for n in range(MOST_FAILED))]
+    world.flights = [SimpleNamespace(failed_at=time) for time in reversed(times)]
+    world.now = 1e6
+    assert not world.quarantine._is_due()
+    last = float(MOST_FAILED)
+    world.flights.insert(5, SimpleNamespace(failed_at=last))
+    world.now = last + 60.0 / HURRY - 0.1
+    assert not world.quarantine._is_due()
+    world.now = last + 60.0 / HURRY + 0.1
+    assert world.quarantine._is_due()
+
+
+def test_what_moves_may_end_before_the_engine_is_closed_but_not_for_long():
+    for has_ended in (True, False):
+        world = World()
+        world.is_moving = True
+        replacing = world.quarantine._replaced()
+        for now in (0.0, 9.9):
+            world.now = now
+            assert not is_over(replacing)
+            assert world.is_draining
+            assert world.taken() == []
+        world.is_moving = not has_ended
+        world.now = 9.9 if has_ended else 10.0
+        assert not is_over(replacing)
+        (error,) = world.taken()
+        assert isinstance(error, EngineReplaced)
+        assert world.num_engines == 1
+        assert is_over(replacing)
+        assert world.num_engines == 2
+        assert world.taken() == [("engine-replaced", {"engine": "engine 1", "rows": 0})]
+        assert not world.is_draining
+
+
+def test_an_engine_that_cannot_be_replaced_goes_on():
+    world = World()
+
+    def fail() -> None:
+        raise RuntimeError("no memory for another")
+
+    world.replace_engine = fail  # type: ignore
+    replacing = world.quarantine._replaced()
+    next(replacing)
+    with pytest.raises(RuntimeError):
+        next(replacing)
+    assert not world.is_draining

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from kvstow.errors import TransferError
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.tickets.ticket import PREFIX, Ticket, packed_ints, unpacked_ints
+from kvstow.transfer.tickets.ticket import (
+    PREFIX,
+    Ticket,
+    check_blocks,
+    packed_ints,
+    unpacked_ints,
+)
+from transfer_node import hybrid_layout
 
 IDS = st.lists(st.integers(0, 2**62), max_size=9, unique=True)
 
@@ -237,3 +244,20 @@ def test_a_body_as_long_as_the_limit_is_read_and_one_byte_more_is_not():
     assert Ticket.from_bytes(ticket.to_bytes(), max_body_bytes=len(ticket.body)).num_blocks == 40
     with pytest.raises(TransferError, match="inflates to more"):
         Ticket.from_bytes(ticket.to_bytes(), max_body_bytes=len(ticket.body) - 1)
+
+
+def test_blocks_are_of_groups_that_the_layout_has_and_among_their_rows():
+    layout = hybrid_layout()
+    rows = [np.arange(group.rows_per_slab, 2 * group.rows_per_slab) for group in layout.groups]
+    every = {g: Blocks.first(ids) for g, ids in enumerate(rows)}
+    check_blocks(layout, every, whose="ours")
+    for g in (-1, len(rows)):
+        with pytest.raises(TransferError, match=f"ours: group {g} is not one of {len(rows)}"):
+            check_blocks(layout, {g: every[0]}, whose="ours")
+    for g, group in enumerate(layout.groups):
+        for id in (0, layout.num_blocks(g)):
+            with pytest.raises(TransferError, match=f"ours: group {group.group.name!r}") as error:
+                check_blocks(layout, {g: Blocks.first([id])}, whose="ours")
+            assert error.value.kind == "ticket"
+    with pytest.raises(TransferError, match="blocks are list, not by group"):
+        check_blocks(layout, [1, 2], whose="ours")
