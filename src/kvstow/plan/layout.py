@@ -325,14 +325,16 @@ class Layout:
 
     def _broken_pages(self) -> Iterator[str]:
         """Of block 0 of every group."""
-        total = sum(num_pieces(layer, page, self.order) for _, layer, page in self.layers.values())
+        pages = [(layer, page) for _, layer, page in self.layers.values()]
+        total = sum(strip.count for each in pages for strip in _strips(*each))
         if total > MAX_ALL_PIECES:
             yield f"order: {total} pieces in all, at most {MAX_ALL_PIECES}"
             return
         for rows in self.groups:
             pages = list(zip(rows.group.layers, rows.placements, strict=True))
             broken = [text for page in pages for text in self._broken_page(*page)]
-            if not broken and (end := max(_page_end(*page) for page in pages)) > self.nbytes:
+            ends = [strip.hull.end for page in pages for strip in _strips(*page)]
+            if not broken and (end := max(ends)) > self.nbytes:
                 broken = [
                     f"bounds: group {rows.group.name!r}: block 0 ends at {end}, not inside the "
                     f"arena of {self.nbytes}"
@@ -409,14 +411,6 @@ def placed_sections(spec: LayerSpec, page: Page) -> tuple[tuple[LayerSpec, Place
     return tuple(zip(spec.sections, page, strict=True))
 
 
-def _page_end(spec: LayerSpec, page: Page) -> int:
-    """One past the last byte of the page in block 0, however far its strides reach."""
-    return max(
-        View(offset=place.offset, axes=cell_axes(part, place, 1), unit=part.cell_bytes).end
-        for part, place in placed_sections(spec, page)
-    )
-
-
 def _page_sets(rows: PlacedGroup) -> tuple[PageSet, ...]:
     alike: dict[object, list[tuple[LayerSpec, Placement]]] = {}
     for layer, page in zip(rows.group.layers, rows.placements, strict=True):
@@ -437,37 +431,35 @@ def _page_sets(rows: PlacedGroup) -> tuple[PageSet, ...]:
 @lru_cache(maxsize=1024)
 def page_runs(spec: LayerSpec, page: Page) -> tuple[Run, ...]:
     """The bytes of the page in block 0. A page in one piece includes its final padding."""
-    runs = [_section_runs(*section) for section in placed_sections(spec, page)]
+    strips = _strips(spec, page)
     starts = [page[0].offset + start for start in spec.section_offsets]
-    if [each[0].offset for each in runs if len(each) == 1] == starts:
+    if [strip.offset for strip in strips if strip.count == 1] == starts:
         return (Run(page[0].offset, spec.page_bytes),)
-    return joined(run for each in runs for run in each)
+    return joined(
+        Run(strip.offset + i * strip.stride, strip.nbytes)
+        for strip in strips
+        for i in range(strip.count)
+    )
 
 
-def _section_runs(spec: LayerSpec, place: Placement) -> tuple[Run, ...]:
-    """The cells of a section in block 0, of which the inner axis is dense."""
-    nbytes = spec.cell_bytes
-    for axis in sorted(cell_axes(spec, place, 1)[1:], key=lambda axis: axis.stride):
-        if axis.size > 1 and axis.stride != nbytes:
-            starts = range(place.offset, place.offset + axis.size * axis.stride, axis.stride)
-            return tuple(Run(start, nbytes) for start in starts)
-        nbytes *= axis.size
-    return (Run(place.offset, nbytes),)
+def _strips(spec: LayerSpec, page: Page) -> list[Strip]:
+    """The sections of the page in block 0: pieces over the axis that is not dense, if one is."""
+    strips: list[Strip] = []
+    for part, place in zip(spec.sections, page, strict=False):  # before it is known to be lawful
+        nbytes, stride, count = part.cell_bytes, 1, 1
+        for axis in sorted(cell_axes(part, place, 1)[1:], key=lambda axis: axis.stride):
+            if count == 1 and axis.stride == nbytes:
+                nbytes *= axis.size
+            elif axis.size > 1:
+                stride, count = axis.stride, count * axis.size
+        strips.append(Strip(place.offset, nbytes, stride, count))
+    return strips
 
 
 def nested(spec: LayerSpec, place: Placement, order: Order) -> tuple[Axis, Axis]:
     """The two axes of a section's cells in a block, the outer one first, as the order says."""
     _, head, token = cell_axes(spec, place, 1)
     return (head, token) if order.index("H") < order.index("N") else (token, head)
-
-
-def num_pieces(spec: LayerSpec, page: Page, order: Order) -> int:
-    """How many pieces the page of one block is in, as far as its strides tell."""
-    pieces = 0
-    for part, place in zip(spec.sections, page, strict=False):
-        outer, inner = nested(part, place, order)
-        pieces += 1 if outer.stride == inner.size * part.cell_bytes else outer.size
-    return pieces
 
 
 def _misplaced(where: str, spec: LayerSpec, place: Placement, order: Order) -> Iterator[str]:
