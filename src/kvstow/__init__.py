@@ -11,8 +11,8 @@ plan, route and simulate work without torch:
 The rooms behind it: `plan` (layouts), `route` (from layout to layout), `blocks` (who owns
 which row), `simulate`, `memory` (bytes on one machine), `events` (for routers), `transfer`
 (between processes), `offload` (kept elsewhere), `adapters` (engines), `render`, `cli`, `demo`,
-`testing`, `errors` (the tree of exceptions), `observe` (metrics and events), `threads`, and
-`text` (tables and numbers for people).
+`testing`, `errors` (the tree of exceptions), `observe` (metrics and events), `threads`, `child`,
+and `text` (tables and numbers for people).
 `kvstow.transformers` and `kvstow.vllm` are short names of two adapters.
 """
 

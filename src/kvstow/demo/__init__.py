@@ -8,9 +8,8 @@
 
 story     the steps of a demo, in order
 report    what happened, for people and as JSON
-child     a process: started, called, ended
 engine    what a child does with its model: prefill and offer, pull and continue, answer alone
 weights   models by name: weights in installed packages, checkpoints, random ones
 
-Rows go over NIXL. A child ends when its pipe does, so none outlives the parent.
+Rows go over NIXL. The processes are children of `kvstow.child`: none outlives the parent.
 """

@@ -1,16 +1,9 @@
-"""What a child does with its model: prefill and offer, pull and continue, or answer alone.
+"""What a child does with its model: prefill and offer, pull and continue, or answer alone."""
 
-`python -m kvstow.demo.engine FD` is its process, called over that pipe until it ends.
-"""
-
-import os
-import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +12,10 @@ import torch
 
 from kvstow.adapters.transformers import Cache, ModelMemory, cache_name
 from kvstow.blocks.prompt import Prompt
-from kvstow.demo.child import Say
+from kvstow.child import Say
 from kvstow.demo.report import DemoAnswer, DemoTransfer
 from kvstow.demo.weights import load_checkpoint
-from kvstow.errors import KvstowError, TransferError
+from kvstow.errors import TransferError
 from kvstow.offload.store import Store
 from kvstow.plan.layout import Order
 from kvstow.plan.manifest import encode
@@ -205,24 +198,3 @@ def _end_tokens(model: Any) -> set[int]:
     """Tokens after which there is nothing to say."""
     end: int | list[int] | None = model.generation_config.eos_token_id
     return set(end) if isinstance(end, list) else {-1 if end is None else end}
-
-
-def engine_main() -> None:
-    """Do what the parent says until the pipe ends."""
-    pipe = Connection(int(sys.argv[1]))
-    engine = DemoEngine(lambda text: pipe.send(("progress", text)))
-    while True:
-        try:
-            verb, arguments = pipe.recv()
-        except (EOFError, OSError):
-            os._exit(0)
-        try:
-            pipe.send(("result", getattr(engine, verb)(**arguments)))
-        except KvstowError as error:
-            pipe.send(("error", str(error)))
-        except Exception:
-            pipe.send(("error", traceback.format_exc()))
-
-
-if __name__ == "__main__":
-    engine_main()

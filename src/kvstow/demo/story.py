@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvstow.demo.child import Child, Say
+from kvstow.child import Child, Say
 from kvstow.demo.report import DemoPrompt, DemoReport
 from kvstow.plan.layout import Order
 from kvstow.plan.manifest import decode as read_manifest
@@ -41,6 +41,15 @@ PROMPTS: tuple[str, ...] = (
 """The second and the third share all but their last line."""
 
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+"""One thread for each process, no downloads."""
+
+
 def run(
     say: Say,
     *,
@@ -65,7 +74,7 @@ def run(
     other_rows = {"order": order_decode, "block_tokens": block_tokens_decode, "store": None}
     with ExitStack() as children:
         single, prefill, decode = (
-            children.enter_context(Child(name, say)) for name in ("single", "prefill", "decode")
+            children.enter_context(_child(name, say)) for name in ("single", "prefill", "decode")
         )
         # The reference loads first: it may have to unpack the weights.
         name, tokens = single.call("load", model=model, texts=prompts)
@@ -78,13 +87,17 @@ def run(
             kills = kill_prefill and prompt is states[-1]
             _hand_over(prompt, new_tokens, single, prefill, decode, kills=kills)
         if offload is not None:
-            again = children.enter_context(Child("again", say))
+            again = children.enter_context(_child("again", say))
             again.call("load_rows", **rows)
             for prompt in states:
                 answer = again.call("answer", tokens=prompt.tokens, limit=new_tokens)
                 if answer.found_tokens:
                     prompt.answers["reloaded"] = answer
     return DemoReport(model=name, layouts=layouts, prompts=states, seconds=time.monotonic() - began)
+
+
+def _child(name: str, say: Say) -> Child:
+    return Child(name, "kvstow.demo.engine:DemoEngine", say=say, environment=ENVIRONMENT)
 
 
 def _hand_over(

@@ -11,7 +11,6 @@ way leaves a `.part` directory behind. The parent imports this module, so it imp
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,17 +18,12 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from kvstow.child import Say, silent
 from kvstow.errors import BackendMissing, KvstowError, ModelError
-
-Progress = Callable[[str], None]
 
 
 class WeightsMissing(KvstowError):
     """Weights that no installed package carries."""
-
-
-def silent(step: str) -> None:
-    """Say nothing."""
 
 
 # ── weights in packages ───────────────────────────────────────────────────────────────
@@ -93,7 +87,7 @@ PACKAGED = {"smollm2": SMOLLM2, "gemma3-270m": GEMMA3}
 """Weights by the name that a command takes."""
 
 
-def unpacked(weights: PackagedWeights, *, progress: Progress = silent) -> Path:
+def unpacked(weights: PackagedWeights, *, progress: Say = silent) -> Path:
     """The checkpoint directory of packaged weights, made when it is not there yet."""
     if weights.is_unpacked():
         return weights.directory
@@ -125,7 +119,7 @@ def unpacked(weights: PackagedWeights, *, progress: Progress = silent) -> Path:
     return weights.directory
 
 
-def _unpack(source: Path, progress: Progress) -> None:
+def _unpack(source: Path, progress: Say) -> None:
     """Write a checkpoint beside a GGUF file."""
     import torch
     import transformers
@@ -212,7 +206,7 @@ def check_model(name: str) -> None:
             raise BackendMissing(module, "demo")
 
 
-def load_checkpoint(name: str, progress: Progress = silent) -> LoadedModel:
+def load_checkpoint(name: str, progress: Say = silent) -> LoadedModel:
     """The model of that name, in float32: packaged weights, a directory, `random:` and a family."""
     kind, _, family = name.partition(":")
     if kind == "random":

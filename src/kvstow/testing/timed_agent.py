@@ -3,23 +3,20 @@
 Setting      what is moved: rows of so many layers, K and V of so many bytes each
 TimedNixl    NIXL that adds up how long it was busy itself
 TimedAgent   an agent without a thread: whoever has it turns it, and every turn is timed
-Producer     the other process, which only serves; this module run as a script
+Producer     the other process, which only serves
 """
 
 import logging
-import select
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import numpy as np
 
-from kvstow.errors import KvstowError, TransferError
+from kvstow.child import Child, Say
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
@@ -162,86 +159,48 @@ class TimedAgent(Agent):
 # ── the producer ──────────────────────────────────────────────────────────────────────
 
 
-def run_producer(setting: Setting) -> None:
-    """Offer rows once per line on stdin; answer with the ticket, and with the processor time of
-    this agent's own until then."""
-    with closing(TimedAgent(setting, "producer")) as agent:
-        print(agent.address, flush=True)
-        wait = 0.0
-        while True:
-            wait = agent.turn(wait)
-            if not select.select([sys.stdin], [], [], 0)[0]:
-                continue
-            line = sys.stdin.readline()
-            if not line:
-                return
-            order, awake_seconds = line.split()
-            agent.server.stay_awake(float(awake_seconds))
-            own, blocks = agent.own, setting.scattered(seed=1)
-            if order != "scattered":
-                blocks = setting.in_order() if order == "in-order" else Blocks.first([1])
-            offer = {0: blocks}, len(blocks) * BLOCK_TOKENS
-            print(agent.call(lambda offer=offer: agent.offer_blocks(*offer)), own, flush=True)
+class TimedProducer:
+    """What the other process does: offers rows, and serves them in between."""
+
+    def __init__(self, say: Say, setting: Setting) -> None:
+        logging.getLogger("kvstow").setLevel(logging.ERROR)  # whose bytes these are does not matter
+        self._setting = setting
+        self._agent = TimedAgent(setting, "producer")
+        self._wait = 0.0
+
+    def turn(self) -> None:
+        """One turn of the agent's loop."""
+        self._wait = self._agent.turn(self._wait)
+
+    def address(self) -> str:
+        """Where the agent listens."""
+        return self._agent.address
+
+    def offer(self, order: str, awake_seconds: float) -> tuple[str, float]:
+        """A ticket, and the processor time of this agent's own before it was made."""
+        self._agent.server.stay_awake(awake_seconds)
+        own, blocks = self._agent.own, self._setting.scattered(seed=1)
+        if order != "scattered":
+            blocks = self._setting.in_order() if order == "in-order" else Blocks.first([1])
+        offer = {0: blocks}, len(blocks) * BLOCK_TOKENS
+        return str(self._agent.call(lambda: self._agent.offer_blocks(*offer))), own
 
 
 class Producer:
-    """The child, from here. Ctrl-C in a terminal reaches this process only."""
+    """The other process, from here; `own` is its processor time before it made the last ticket."""
 
-    def __init__(self, setting: Setting) -> None:
-        numbers = [str(number) for number in (setting.rows, setting.layers, setting.piece)]
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", __name__, *numbers, setting.device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    def __init__(self, child: Child) -> None:
+        self._child = child
         self.own = 0.0
 
-    def read_line(self) -> str:
-        assert self._child.stdout is not None
-        line = self._child.stdout.readline().strip()
-        if not line:
-            raise TransferError(f"the producer ended with {self._child.wait()}", kind="peer")
-        return line
-
     def offer(self, order: str, awake_seconds: float = 0.0) -> Ticket:
-        """A ticket; `own` is the producer's processor time before it made this one."""
-        assert self._child.stdin is not None
-        print(order, awake_seconds, file=self._child.stdin, flush=True)
-        ticket, own = self.read_line().split()
-        self.own = float(own)
+        """A ticket for rows in this order."""
+        ticket, self.own = self._child.call("offer", order=order, awake_seconds=awake_seconds)
         return Ticket.parse(ticket)
-
-    def close(self) -> None:
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._child.stdin.close()
-        self._child.wait(30)
-        self._child.stdout.close()
-
-    def kill(self) -> None:
-        """End the child at once."""
-        self._child.kill()
-        self.close()
 
 
 @contextmanager
 def producing(setting: Setting) -> Generator[tuple[Producer, str]]:
     """The other process, and its agent's address."""
-    producer = Producer(setting)
-    try:
-        yield producer, producer.read_line()
-    except BaseException:
-        producer.kill()
-        raise
-    producer.close()
-
-
-if __name__ == "__main__":
-    logging.getLogger("kvstow").setLevel(logging.ERROR)  # whose bytes these are does not matter
-    rows, layers, piece = (int(number) for number in sys.argv[1:4])
-    try:
-        run_producer(Setting(rows=rows, layers=layers, piece=piece, device=sys.argv[4]))
-    except KvstowError as problem:
-        sys.exit(f"producer: {problem}")
+    with Child("producer", f"{__name__}:TimedProducer", setting) as child:
+        yield Producer(child), child.call("address")
