@@ -133,8 +133,12 @@ def run_child() -> None:
     pipe = Connection(int(sys.argv[1]))
     module, _, name = sys.argv[2].partition(":")
     kind = getattr(import_module(module), name)
+
+    def say(text: str) -> None:
+        pipe.send(("progress", text))
+
     try:
-        target = kind(lambda text: pipe.send(("progress", text)), *pipe.recv())
+        target = kind(say, *pipe.recv())
         turn: Callable[[], None] | None = getattr(target, "turn", None)
         while True:
             while turn is not None and not pipe.poll():
