@@ -1,9 +1,11 @@
-"""The guide's tables of what works in vLLM: `python scripts/vllm_models.py` writes them.
+"""The tables of what works in vLLM, of the guide and README: `python scripts/vllm_models.py` writes
+them.
 
 `scripts/test-vllm` finds out, and writes bench/results/vllm_matrix.json (what has worked, by kind
 of model, feature and version) and vllm_models.json (what some models move); benches on a GPU have
-files of their own. This writes both tables into docs/guides/vllm.md, each between two comments.
-With --check nothing is written, and the exit code is 1 if the guide has other tables.
+files of their own. This writes both tables into docs/guides/vllm.md and the signs of the first into
+README.md, each between two comments. With --check nothing is written, and the exit code is 1 if
+there are other tables.
 """
 
 import json
@@ -14,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-GUIDE = ROOT / "docs" / "guides" / "vllm.md"
+GUIDE, README = ROOT / "docs" / "guides" / "vllm.md", ROOT / "README.md"
 
 FEATURES = (
     "hand-over",
@@ -83,6 +85,23 @@ def releases(matrix: dict[str, Any], kind: str, feature: str) -> list[str]:
     return sorted(found)
 
 
+def judgement(matrix: dict[str, Any], kind: str, feature: str) -> tuple[str, list[str], str]:
+    """A sign, the versions with which it has worked, and the name of a note."""
+    shown = releases(matrix, kind, feature)
+    sign, note = LIMITS.get((kind, feature), ("✅" if shown else "–", ""))
+    return sign if shown or sign != "✅" else "🟠", shown, note
+
+
+def signs_table(matrix: dict[str, Any]) -> str:
+    """The signs alone, of what most people need."""
+    features = FEATURES[:4]
+    lines = [f"| | {' | '.join(features)} |", "|---" * (len(features) + 1) + "|"]
+    for kind in KINDS:
+        signs = [judgement(matrix, kind, feature)[0] for feature in features]
+        lines.append(f"| {kind} | {' | '.join(signs)} |")
+    return "\n".join(lines)
+
+
 def matrix_table(matrix: dict[str, Any]) -> str:
     """A row for each kind of model, and the notes."""
     numbers: dict[str, int] = {}
@@ -90,9 +109,8 @@ def matrix_table(matrix: dict[str, Any]) -> str:
     for kind in KINDS:
         cells: list[str] = []
         for feature in FEATURES:
-            shown = releases(matrix, kind, feature)
-            sign, note = LIMITS.get((kind, feature), ("✅" if shown else "–", ""))
-            text = " ".join([sign if shown or sign != "✅" else "🟠", ", ".join(shown)]).strip()
+            sign, shown, note = judgement(matrix, kind, feature)
+            text = f"{sign} {', '.join(shown)}".strip()
             if note:
                 text += f" <sup>{numbers.setdefault(note, len(numbers) + 1)}</sup>"
             cells.append(text)
@@ -117,24 +135,27 @@ def models_table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def replaced(guide: str) -> str:
-    """The guide with these tables."""
+def replaced(page: str) -> str:
+    """The page with those of the tables that it has."""
+    matrix = results("vllm_matrix.json")
     for name, table in (
-        ("matrix", matrix_table(results("vllm_matrix.json"))),
+        ("signs", signs_table(matrix)),
+        ("matrix", matrix_table(matrix)),
         ("models", models_table(results("vllm_models.json"))),
     ):
         start, end = f"<!-- {name}: scripts/vllm_models.py -->", f"<!-- end of {name} -->"
-        before, _, rest = guide.partition(start)
-        guide = f"{before}{start}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
-    return guide
+        before, found, rest = page.partition(start)
+        if found:
+            page = f"{before}{start}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 def main() -> int:
-    guide = GUIDE.read_text("utf-8")
-    made = replaced(guide)
+    made = {page: replaced(page.read_text("utf-8")) for page in (GUIDE, README)}
     if "--check" in sys.argv:
-        return 0 if made == guide else 1
-    GUIDE.write_text(made, "utf-8")
+        return int(any(page.read_text("utf-8") != text for page, text in made.items()))
+    for page, text in made.items():
+        page.write_text(text, "utf-8")
     return 0
 
 
