@@ -140,7 +140,7 @@ def test_the_quickest_order_is_marked_with_the_time_that_it_saves():
     assert both["seconds"] == pytest.approx(document["seconds"] - both["saved_seconds"])
     lines = CliRunner().invoke(app, ["route", *specs]).stdout.splitlines()
     (marked,) = [line for line in lines if line.endswith("ms ←")]
-    assert marked.startswith("one in both")
+    assert marked.startswith("same order in both")
     assert any("less than as given" in line for line in lines)
 
 

@@ -59,7 +59,7 @@ def test_the_answer_begins_with_times_and_says_what_was_assumed() -> None:
     command = ["simulate", "gpt-oss-20b", "--memory", "1GiB", "--requests", "9"]
     text = CliRunner().invoke(app, command).stdout
     assert text.startswith("gpt-oss-20b: 9 requests of chat, 4 per second\n")
-    assert "first token after, median" in text.splitlines()[4]
+    assert "first token, median" in text.splitlines()[4]
     assert "rates are assumed" in " ".join(text.split())
     told = CliRunner().invoke(app, [*command, "--prefill-rate", "500", "--rate", "inf"]).stdout
     assert told.startswith("gpt-oss-20b: 9 requests of chat, all at once\n")
@@ -126,7 +126,7 @@ def test_what_was_never_measured_is_not_0_milliseconds() -> None:
     shape = ["simulate", "llama-3.1-8b", "--requests", "20", "--seconds", "1"]
     shown = CliRunner().invoke(app, shape).stdout
     assert re.search(r"time per output token, mean +–", shown)
-    assert re.search(r"first token after, median +[1-9][0-9,]* ms", shown)
+    assert re.search(r"first token, median +[1-9][0-9,]* ms", shown)
 
 
 def test_a_request_too_long_for_the_arena_is_answered_with_what_helps(tmp_path: Path) -> None:

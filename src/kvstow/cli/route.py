@@ -26,7 +26,11 @@ WAYS = {
     "direct": "each move a read or a write of its own",
     "slots": "gathered into slots, which travel whole",
 }
-CHANGES = {"from": "another order in FROM", "to": "another order in TO", "both": "one in both"}
+CHANGES = {
+    "from": "another order in FROM",
+    "to": "another order in TO",
+    "both": "same order in both",
+}
 """The sides whose order may change."""
 
 SPEC_HELP = "A manifest, or MODEL@tp=2,pp=1,rank=0,order=BHLNC,block_tokens=64,packing=slab."

@@ -68,7 +68,7 @@ WeightsDtype = Annotated[
 ]
 Engines = Annotated[
     EngineName,
-    typer.Option(help="The engine that takes memory beside weights and cache; none: no engine."),
+    typer.Option(help="vllm: subtract what vLLM takes, too; none: weights and cache alone."),
 ]
 Utilization = Annotated[
     float, typer.Option(min=0.01, max=1.0, help="Fraction of a GPU's memory that may be used.")
@@ -84,13 +84,13 @@ AsyncScheduling = Annotated[
     bool,
     typer.Option(
         "--async-scheduling/--no-async-scheduling",
-        help="Whether vLLM plans a step while another one runs, which reserves more for windows.",
+        help="Whether vLLM plans a step while another one runs, and so reserves more for windows.",
     ),
 ]
 Reserve = Annotated[
     int | None,
     options.size_option(
-        help="What the engine takes beside weights and cache, if you know it from its log.",
+        help="What the engine takes besides weights and cache, if you know it from its log.",
         show_default="a range",
     ),
 ]
@@ -98,7 +98,7 @@ RequestsPerHour = Annotated[
     int | None,
     typer.Option(min=1, help="New requests per hour; the answer is the store that they need."),
 ]
-StoreHours = Annotated[int, typer.Option(min=1, help="Hours for which the store keeps them.")]
+StoreHours = Annotated[int, typer.Option(min=1, help="How many hours the store keeps them.")]
 MaybeTp = Annotated[
     int | None, typer.Option(min=1, help="Tensor-parallel ranks.", show_default="1, or searched")
 ]
@@ -162,10 +162,10 @@ def size(
 ) -> SizeReports:
     """Find how many requests fit on GPUs, or what a load needs.
 
-    Weights, cache and what the engine takes are counted. With --gpu alone, shows how many requests
-    fit. With --requests alone, how much memory they need. With both, the smallest cluster,
-    searched over tp, pp and replicas. With --requests-per-hour, what a store on host or disk takes.
-    Exits with 1 if not one request can fit.
+    Counts weights, cache and what the engine takes. With --gpu alone: how many requests fit. With
+    --requests alone: how much memory they need. With both: the smallest cluster, over tp, pp and
+    replicas. With --requests-per-hour: how much a store on host or disk takes. Exits with 1 if not
+    one request can fit.
     """
     from kvstow.plan.sizing.cluster import PP, TP
     from kvstow.plan.sizing.reports import size_report

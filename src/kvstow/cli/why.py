@@ -71,7 +71,7 @@ def why(
     journal: JournalFolder = None,
     identity: IdentityDigits = "",
 ) -> "WhyEnded":
-    """Say where reuse of a prompt ends in a store, and why.
+    """Explain where a store stops matching a prompt.
 
     The reason is the first token that differs, the salt, the adapter, a field of the identity with
     both values, eviction, or that it was never stored. Looks at the rows on disk or in a remote

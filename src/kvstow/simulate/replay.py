@@ -155,7 +155,7 @@ class Pace:
         if self.decode_rate < float("inf"):
             text += f", or the time for its decoded tokens at {self.decode_rate:,g} per second"
         if self.prefill_rate < float("inf"):
-            text += f"; prompt tokens take theirs at {self.prefill_rate:,g} per second"
+            text += f", plus prompt tokens at {self.prefill_rate:,g} per second"
         return f"{text}."
 
     def seconds(self, *, decoded: int, prefilled: int) -> float:

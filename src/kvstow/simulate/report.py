@@ -117,12 +117,12 @@ def _milliseconds(value: float) -> str:
 
 
 _LINES: dict[str, Callable[[ReplayReport], str]] = {
-    "first token after, median": lambda r: _milliseconds(r.first_token_seconds["p50"]),
-    "first token after, 95 of 100": lambda r: _milliseconds(r.first_token_seconds["p95"]),
+    "first token, median": lambda r: _milliseconds(r.first_token_seconds["p50"]),
+    "first token, 95th percentile": lambda r: _milliseconds(r.first_token_seconds["p95"]),
     "time per output token, mean": lambda r: _milliseconds(r.token_seconds["mean"]),
     "output tokens per second": lambda r: f"{r.output_tokens_per_second:,.0f}",
     "prompt tokens found cached": lambda r: _percent(r.hit_rate),
-    "time in which requests waited": lambda r: _percent(r.waiting),
+    "time with requests waiting": lambda r: _percent(r.waiting),
     "requests at once, mean": lambda r: f"{r.mean_requests:,.1f}",
     "requests at once, peak": lambda r: f"{r.peak_requests:,}",
     "completed": lambda r: f"{r.completed:,}",
