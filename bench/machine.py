@@ -7,10 +7,11 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -91,8 +92,14 @@ def interleaved(
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
+def as_text(results: Mapping[str, object]) -> str:
+    """JSON in which a dictionary of plain values is one line, as the row of a table is."""
+    text = json.dumps(results, indent=1, ensure_ascii=False)
+    return re.sub(r"\{[^{}]*\}", lambda row: " ".join(row[0].split()), text) + "\n"
+
+
 def write(path: Path | None, results: dict[str, object]) -> None:
     """Keep the results, with the machine beside them."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": machine(), **results}, indent=1) + "\n")
+        path.write_text(as_text({"machine": machine(), **results}))
