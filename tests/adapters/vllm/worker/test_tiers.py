@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ from kvstow.adapters.vllm.protocol import (
     StepOrders,
     StepResults,
 )
+from kvstow.adapters.vllm.worker import tiers
 from kvstow.adapters.vllm.worker.tiers import WorkerTiers
 from kvstow.memory.arena import Arena
+from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.shared import remove
 from pretended_engine import RecallAlone
 from recorded_vllm import Pool, engine_state, hybrid, one_group
@@ -250,6 +253,36 @@ def test_a_disk_that_cannot_be_asked_has_nothing_and_the_engine_goes_on(
         rank.step()
     disk.close()
     assert rank.ask(PROMPT) == 0
+
+
+def test_an_engine_that_sleeps_waits_for_loads_from_a_slow_disk(
+    tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+):
+    """Memory that is gone, or somebody else's, must not be written to."""
+    rank = Rank.start(on_disk(tmp_path), hybrid("BLHNC", 24))
+    ranks.append(rank)
+    kept = rank.fill(8)
+    rank.compute(PROMPT, THERE)
+    assert rank.tiers._mover.drain(20)
+    assert rank.ask(PROMPT) == 16
+    for group in (0, 1):
+        rank.tiers.host.evict(group, rank.tiers.host.keys(group))
+    monkeypatch.setattr(tiers, "FINISH_SECONDS", 0.0)
+    slowly = DiskTier.load
+
+    def load(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return slowly(*arguments)
+
+    monkeypatch.setattr(DiskTier, "load", load)
+    rank.clear()
+    rank.tiers.load(StepOrders(loads=[rank.recall.order("d", HERE, 0, 16)]))
+    rank.tiers.finish()
+    for name, places in SAME:
+        assert all(torch.equal(rank.views[name][b], kept[name][a]) for a, b in places)
+    results = StepResults()
+    rank.tiers.report(results)
+    assert (results.received, results.failed) == ({"d"}, set())
 
 
 def forget_everything(rank: Rank) -> None:

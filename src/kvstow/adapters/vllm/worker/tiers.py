@@ -249,9 +249,13 @@ class WorkerTiers(RankPart):
             results.kept[self._name] = kept
 
     def finish(self) -> None:
-        """Wait for all that has begun: nothing of it reads or writes the arena any more."""
+        """Wait for all that has begun, however long it takes: nothing of it reads or writes the
+        arena any more. What goes on from host memory to other tiers is waited for a while."""
         self._mover.drain(FINISH_SECONDS)
         self._resume()
+        while len(self._tasks):
+            time.sleep(POLL_SECONDS)
+            self._resume()
 
     def close(self) -> None:
         """Finish what has begun; what is on disk, or shared, stays there."""
@@ -260,7 +264,7 @@ class WorkerTiers(RankPart):
         self._kept.close()
         if self._events is not None:
             self._events.close()
-        self.finish()
+        self._mover.drain(FINISH_SECONDS)
         self._mover.close()
         for tier in (self.host, *self._lower):
             tier.close()
