@@ -185,7 +185,7 @@ class Engine:
         return Seen(**told, counts=self._counts())
 
     def _counts(self) -> dict[str, Any]:
-        counts = self.hands.counts.take()
+        counts = self.hands.rank.counts.take()
         counts.pop("pull_seconds", None)
         counts.pop("load_seconds", None)
         return counts

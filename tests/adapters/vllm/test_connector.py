@@ -104,7 +104,7 @@ def test_a_prompt_is_stored_in_its_step_and_comes_back_beside_others(
     assert (results.finished_recving, results.failed_recving) == ({"d"}, set())
     for one, other in zip(there[:4], here[:4], strict=True):
         assert torch.equal(engine.views["b"][other], kept[one])
-    assert engine.worker._worker_side.counts["restored_tokens"] == 16
+    assert engine.worker._worker_side.rank.counts["restored_tokens"] == 16
 
 
 def test_a_request_whose_rows_went_away_has_failed_to_load(connector: ModuleType):
@@ -116,7 +116,7 @@ def test_a_request_whose_rows_went_away_has_failed_to_load(connector: ModuleType
     host.evict(0, host.keys(0)[2:3])
     results = asked(engine, [1, 2, 3, 13, 12])
     assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
-    assert engine.worker._worker_side.counts["restore_failures"] == 1
+    assert engine.worker._worker_side.rank.counts["restore_failures"] == 1
 
 
 def test_a_request_that_pins_its_rows_finds_them_whatever_came_since(connector: ModuleType):
@@ -315,7 +315,7 @@ def test_steps_that_may_still_write_to_blocks_are_waited_for(
     worker.register_kv_caches(memory())
     side = worker._worker_side
     tiers = next(part for part in side.parts if hasattr(part, "host"))
-    assert (side.pulls._after_steps, tiers._after_steps) == (waits, waits)
+    assert (side.rank.after_steps, tiers._rank.after_steps) == (waits, waits)
     worker.shutdown()
 
 

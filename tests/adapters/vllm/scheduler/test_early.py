@@ -149,7 +149,7 @@ def test_only_what_is_missing_is_pulled(engines: tuple[Engine, Decode]):
     decode.arrives(prefill.prefill(THERE, id="q"), id="second")
     assert decode.found()[:2] == first
     assert same(prefill, decode, THERE[0], decode.found())
-    assert decode.engine.hands.counts["pulled_tokens"] == WHOLE * TOKENS
+    assert decode.engine.hands.rank.counts["pulled_tokens"] == WHOLE * TOKENS
     decode.arrives(prefill.prefill(THERE, id="r"), id="third")  # all is here
     assert decode.outcomes() == {"early_pulls accepted": 2}
     assert decode.engine.desk.matched("third", WHOLE * TOKENS) == 0

@@ -28,6 +28,7 @@ from kvstow.adapters.vllm.protocol import (
     StepResults,
 )
 from kvstow.adapters.vllm.worker import tiers
+from kvstow.adapters.vllm.worker.part import RankState
 from kvstow.adapters.vllm.worker.tiers import WorkerTiers
 from kvstow.memory.arena import Arena
 from kvstow.offload.disk.tier import DiskTier
@@ -68,7 +69,8 @@ class Rank:
         arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
         recall, pool = RecallAlone.of(engine_state(declared, options))
         counts = EngineCounts()
-        made = Rank(recall, WorkerTiers(arena, options, counts, name="0"), views, pool, counts)
+        state = RankState(arena=arena, options=options, name="0", counts=counts)
+        made = Rank(recall, WorkerTiers(state), views, pool, counts)
         made.step()
         return made
 

@@ -12,9 +12,9 @@ from functools import partial
 
 import numpy as np
 
-from kvstow.adapters.vllm.counts import Count, EngineCounts
+from kvstow.adapters.vllm.counts import Count
 from kvstow.adapters.vllm.protocol import OfferBlocks, StepOrders, StepResults
-from kvstow.adapters.vllm.worker.part import RankPart
+from kvstow.adapters.vllm.worker.part import RankPart, RankState
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
@@ -67,14 +67,14 @@ class LeasedGenerations(Generations):
 class RankOffers(RankPart):
     """Leases that the scheduler's side has given out on this rank's blocks.
 
-    `counts` is told how they end. A lease may be read and end before a step has named it, yet its
+    A lease may be read and end before a step has named it, yet its
     request's blocks are not reported as sent before: what else needs them comes with that step.
     """
 
-    def __init__(self, agent: Agent, blocks: LeasedGenerations, counts: EngineCounts) -> None:
+    def __init__(self, rank: RankState, agent: Agent, blocks: LeasedGenerations) -> None:
         self._agent = agent
         self._blocks = blocks
-        self._counts = counts
+        self._counts = rank.counts
         self._running: set[int] = set()
         """Leases that somebody may still read."""
         self._heard: set[int] = set()

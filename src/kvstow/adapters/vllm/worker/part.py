@@ -1,9 +1,33 @@
 """What a rank is made of: parts with the same verbs, called in every step of the engine."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
+from dataclasses import dataclass, field
 
+from kvstow.adapters.vllm.counts import EngineCounts
+from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import StepOrders, StepResults
+from kvstow.memory.arena import Arena
+
+
+def _nobody() -> None:
+    """Nobody waits."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RankState:
+    """One rank, as all its parts see it. With `after_steps`, steps that the engine has begun may
+    still write to blocks that it gives for a load: those are waited for. `by_hand`: any step may be
+    the last one for long. `wake` is called, in any thread, when a request may be told something."""
+
+    arena: Arena
+    options: ConnectorOptions
+    name: str
+    after_steps: bool = False
+    by_hand: bool = False
+    counts: EngineCounts = field(default_factory=EngineCounts)
+    wake: Callable[[], None] = _nobody
+
 
 Task = Generator[None]
 """Something that waits: read from top to bottom, resumed until it is over."""

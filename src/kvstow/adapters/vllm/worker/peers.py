@@ -16,15 +16,15 @@ from dataclasses import replace
 from threading import Event
 from time import monotonic
 
-from kvstow.adapters.vllm.counts import Count, EngineCounts
-from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
+from kvstow.adapters.vllm.counts import Count
+from kvstow.adapters.vllm.options import rank_address
 from kvstow.adapters.vllm.protocol import (
     AskPeers,
     PeersAnswer,
     StepOrders,
     StepResults,
 )
-from kvstow.adapters.vllm.worker.part import RankPart, Task, Tasks
+from kvstow.adapters.vllm.worker.part import RankPart, RankState, Task, Tasks
 from kvstow.errors import TransferError
 from kvstow.offload.host.tier import HostTier
 from kvstow.plan.view import Ints
@@ -72,19 +72,12 @@ class PeerClient(RankPart):
 
     Peers are met in the background, on nobody's time. One that does not answer within the budget
     is left alone for a while, and so is one of those that are `broken`: their tickets could not be
-    pulled. `wake` is called when there is an answer, in the agent's thread.
+    pulled.
     """
 
-    def __init__(
-        self,
-        agent: Agent,
-        options: ConnectorOptions,
-        counts: EngineCounts,
-        *,
-        broken: Callable[[], set[str]],
-        wake: Callable[[], None],
-    ) -> None:
-        self._agent, self._counts, self._broken, self._wake = agent, counts, broken, wake
+    def __init__(self, rank: RankState, agent: Agent, *, broken: Callable[[], set[str]]) -> None:
+        self._rank, self._agent, self._broken = rank, agent, broken
+        options = rank.options
         self._seconds = options.peers_seconds
         self._sources = options.peers
         keys = options.keys()
@@ -177,8 +170,8 @@ class PeerClient(RankPart):
         self._questions.resume()
         results.peers += self._answers
         for answer in self._answers:
-            self._counts[Count.PEER_QUESTIONS] += 1
-            self._counts[Count.PEER_TICKETS] += bool(answer.tickets)
+            self._rank.counts[Count.PEER_QUESTIONS] += 1
+            self._rank.counts[Count.PEER_TICKETS] += bool(answer.tickets)
         self._answers.clear()
 
     def _question(self, order: AskPeers) -> Task:
@@ -214,7 +207,7 @@ class PeerClient(RankPart):
         except TransferError as error:
             answer = Future[Ticket | None]()
             answer.set_exception(error)
-        answer.add_done_callback(lambda _: self._wake())
+        answer.add_done_callback(lambda _: self._rank.wake())
         return answer
 
     def _tickets(self, answers: Answers) -> list[Ticket]:
@@ -288,23 +281,21 @@ class LentRows(Generations):
 class RowServer(RankPart):
     """An agent over a rank's host tier."""
 
-    def __init__(
-        self, tier: HostTier, options: ConnectorOptions, *, transport: Transport, name: str
-    ) -> None:
+    def __init__(self, rank: RankState, tier: HostTier, transport: Transport) -> None:
         rows = LentRows(tier)
-        agent = options.agent
+        agent = rank.options.agent
         self.agent = Agent(
             tier.arena,
             rows,
             transport=transport,
-            name=name + LENT,
-            listen=rank_address(options.lend, tier.layout),
-            keys=options.keys(),
+            name=rank.name + LENT,
+            listen=rank_address(rank.options.lend, tier.layout),
+            keys=rank.options.keys(),
             options=replace(agent, lease_seconds=min(LEASE_SECONDS, agent.lease_seconds)),
         )
         self.agent.lend(rows)
         self.agent.start()
-        log.info("kvstow: peers may ask for rows of %s at %s", name, self.agent.address)
+        log.info("kvstow: peers may ask for rows of %s at %s", rank.name, self.agent.address)
 
     def close(self) -> None:
         """End all leases; before the tier is closed."""

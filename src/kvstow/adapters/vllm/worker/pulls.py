@@ -17,7 +17,7 @@ from itertools import count
 
 import torch
 
-from kvstow.adapters.vllm.counts import Count, EngineCounts
+from kvstow.adapters.vllm.counts import Count
 from kvstow.adapters.vllm.protocol import (
     EarlyAnswer,
     EarlyOutcome,
@@ -28,9 +28,8 @@ from kvstow.adapters.vllm.protocol import (
     blocks_with_tokens,
 )
 from kvstow.adapters.vllm.worker.offers import LeasedGenerations
-from kvstow.adapters.vllm.worker.part import RankPart, Task, Tasks
+from kvstow.adapters.vllm.worker.part import RankPart, RankState, Task, Tasks
 from kvstow.errors import KvstowError, TransferError
-from kvstow.memory.arena import Arena
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.pulls import Transfer
@@ -45,29 +44,12 @@ HOLD_SECONDS = 1.0
 
 
 class RankPulls(RankPart):
-    """Pulls that the scheduler's side has ordered of this rank.
+    """Pulls that the scheduler's side has ordered of this rank."""
 
-    `counts` is told what they have brought and how they end. `wake` is called, in the agent's
-    thread, when one may be over. With `after_steps`, steps that the engine has begun may still
-    write to a pull's blocks: they are waited for.
-    """
-
-    def __init__(
-        self,
-        agent: Agent,
-        arena: Arena,
-        blocks: LeasedGenerations,
-        counts: EngineCounts,
-        *,
-        wake: Callable[[], None],
-        after_steps: bool,
-    ) -> None:
-        self.arena = arena
+    def __init__(self, rank: RankState, agent: Agent, blocks: LeasedGenerations) -> None:
+        self._rank, self._counts = rank, rank.counts
         self._agent = agent
         self._filled = blocks
-        self._counts = counts
-        self._wake = wake
-        self._after_steps = after_steps
         self._tasks = Tasks()
         self._holds = Tasks()
         """Failed pulls whose requests have been told."""
@@ -163,14 +145,14 @@ class RankPulls(RankPart):
 
     def _until_steps_are_over(self) -> Task:
         """What the engine has given the device by now may write to the blocks, too."""
-        if self._after_steps and self.arena.device.type == "cuda":
+        if self._rank.after_steps and self._rank.arena.device.type == "cuda":
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.arena.device))
+            event.record(torch.cuda.current_stream(self._rank.arena.device))
             while not event.query():
                 yield
 
     def _begin(self, pull: PullBlocks) -> Transfer:
-        groups = self.arena.layout.groups
+        groups = self._rank.arena.layout.groups
         into: dict[int, Blocks] = {
             g: blocks_with_tokens(
                 ids, pull.start_token, pull.num_tokens, groups[g].group.block_tokens
@@ -185,7 +167,7 @@ class RankPulls(RankPart):
             deadline=pull.seconds,
             # the scheduler's side has compared it
             identity=pull.tickets[0].identity if pull.tickets else None,
-            on_quiet=self._wake,
+            on_quiet=self._rank.wake,
         )
 
     def _until_quiet_or_held(
@@ -230,7 +212,7 @@ class RankPulls(RankPart):
         for group, blocks in into.items():
             lacking = self._filled.unfilled(group, blocks.ids)
             if len(lacking):
-                placed = self.arena.layout.groups[group].group
+                placed = self._rank.arena.layout.groups[group].group
                 raise TransferError(
                     f"group {placed.name!r}: {len(lacking)} of {len(blocks)} blocks of "
                     f"{placed.block_tokens} tokens lack some that {pull.tickets[0].agent!r} no "

@@ -10,7 +10,6 @@ import threading
 from time import monotonic
 from typing import Any
 
-from kvstow.adapters.vllm.counts import EngineCounts
 from kvstow.adapters.vllm.mail import Inbox
 from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
 from kvstow.adapters.vllm.protocol import (
@@ -21,7 +20,7 @@ from kvstow.adapters.vllm.protocol import (
     WorkerEndpoint,
 )
 from kvstow.adapters.vllm.worker.offers import LeasedGenerations, RankOffers
-from kvstow.adapters.vllm.worker.part import RankPart
+from kvstow.adapters.vllm.worker.part import RankPart, RankState
 from kvstow.adapters.vllm.worker.peers import PeerClient, RowServer
 from kvstow.adapters.vllm.worker.pulls import RankPulls
 from kvstow.adapters.vllm.worker.tiers import POLL_SECONDS, WorkerTiers
@@ -102,14 +101,15 @@ class WorkerSide:
         after_steps: bool = False,
         by_hand: bool = False,
     ) -> None:
-        """With `after_steps`, steps that the engine has begun may still write to blocks that it
-        gives for a load: those are waited for. `by_hand`: any step may be the last one for long."""
-        self.arena = arena
-        self.counts = EngineCounts()
-        self._options = options
+        """For `after_steps` and `by_hand` see `RankState`."""
+        self.rank = RankState(
+            arena=arena,
+            options=options,
+            name=name,
+            after_steps=after_steps,
+            by_hand=by_hand,
+        )
         self._transport = transport
-        self._name = name
-        self._after_steps = after_steps
         self._news = threading.Event()
         """A pull or a look-up has ended, or a peer has answered."""
         self._has_just_told = False
@@ -126,20 +126,10 @@ class WorkerSide:
         """Parts that hold rows outside of the arena."""
         self._tiers: WorkerTiers | None = None
         if options.offloads:
-            self._tiers = WorkerTiers(
-                arena,
-                options,
-                self.counts,
-                name=name,
-                wake=self._news.set,
-                after_steps=after_steps,
-                by_hand=by_hand,
-            )
+            self._tiers = WorkerTiers(self.rank)
             self._keepers += [self._tiers, self._tiers.hints]
             if options.lend:
-                fresh = transport.fresh()
-                lender = RowServer(self._tiers.host, options, transport=fresh, name=name)
-                self._keepers.append(lender)
+                self._keepers.append(RowServer(self.rank, self._tiers.host, transport.fresh()))
         self._movers: list[RankPart] = []
         """Parts that move rows of the arena; none while the engine sleeps."""
         self._attach(transport)
@@ -151,35 +141,33 @@ class WorkerSide:
 
     def _attach(self, transport: Transport) -> None:
         """Make an agent over the arena, and who uses it."""
-        options, layout, keys = self._options, self.arena.layout, self._options.keys()
-        blocks, counts = LeasedGenerations(layout), self.counts
+        rank, options, layout = self.rank, self.rank.options, self.rank.arena.layout
+        blocks, keys = LeasedGenerations(layout), options.keys()
         listener = Listener(self._lock)
 
         def wake() -> None:
             self._news.set()
             listener.wake()
 
+        rank.wake = wake
         self.agent = agent = Agent(
-            self.arena,
+            rank.arena,
             blocks,
             transport=transport,
-            name=self._name,
+            name=rank.name,
             listen=rank_address(options.listen, layout),
             keys=keys,
             options=options.agent,
         )
         if self._tiers is not None:
             self._tiers.watch(agent.telemetry)
-        self.pulls = RankPulls(
-            agent, self.arena, blocks, counts, wake=wake, after_steps=self._after_steps
-        )
-        self.offers = RankOffers(agent, blocks, counts)
+        self.pulls = RankPulls(rank, agent, blocks)
+        self.offers = RankOffers(rank, agent, blocks)
         self._movers = [listener, self.pulls, self.offers]
         agent.start()
         listener.start(self.offers, self.pulls)
         if layout.tp[0] == layout.pp[0] == 0:  # the first rank asks peers for all
-            broken = self.pulls.broken_peers
-            self._movers.append(PeerClient(agent, options, counts, broken=broken, wake=wake))
+            self._movers.append(PeerClient(rank, agent, broken=self.pulls.broken_peers))
         self.endpoint = WorkerEndpoint(
             agent=agent.name,
             start=transport.name,
@@ -220,7 +208,7 @@ class WorkerSide:
             self._attach(self._transport)
 
     def _introduce(self) -> None:
-        layout = self.arena.layout
+        layout = self.rank.arena.layout
         rows = [
             f"{rows.group.name}: {layout.row_bytes(g)} bytes in {len(layout.runs(g, 0))} runs"
             for g, rows in enumerate(layout.groups)
@@ -228,7 +216,7 @@ class WorkerSide:
         log.info(
             "kvstow: %d bytes at %#x, order %s, %d blocks (%s), agent %s at %s",
             layout.nbytes,
-            self.arena.address,
+            self.rank.arena.address,
             layout.order,
             layout.num_blocks(0),
             "; ".join(rows),
@@ -289,11 +277,11 @@ class WorkerSide:
     def take_counts(self) -> dict[str, Any]:
         """What was counted since the last call."""
         with self._lock:
-            return self.counts.take()
+            return self.rank.counts.take()
 
     def close(self) -> None:
         """End leases and pulls, let go of sockets and of the engine's memory."""
         with self._lock:  # mail may come
             for part in reversed(self.parts):
                 part.close()
-        self.arena.close()
+        self.rank.arena.close()

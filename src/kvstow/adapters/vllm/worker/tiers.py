@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 
-from kvstow.adapters.vllm.counts import Count, EngineCounts
-from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.counts import Count
 from kvstow.adapters.vllm.protocol import (
     KeyedBlocks,
     KeyLevels,
@@ -28,10 +27,9 @@ from kvstow.adapters.vllm.protocol import (
 )
 from kvstow.adapters.vllm.scheduler.key_index import Level
 from kvstow.adapters.vllm.worker.hints import RowHints
-from kvstow.adapters.vllm.worker.part import RankPart, Task, Tasks
+from kvstow.adapters.vllm.worker.part import RankPart, RankState, Task, Tasks
 from kvstow.errors import StoreError
 from kvstow.memory.allocate import node_of
-from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.offload.copies.jobs import MoverJob
 from kvstow.offload.copies.mover import Mover
@@ -126,27 +124,11 @@ class KeptRows:
 
 
 class WorkerTiers(RankPart):
-    """A host tier; below it a disk tier where a path is set, and a remote one where a URL is.
+    """A host tier; below it a disk tier where a path is set, and a remote one where a URL is."""
 
-    `counts` is told what comes and goes. With `after_steps` rows come back behind what the engine
-    has been given to compute: one of those steps may still write to the blocks. `by_hand`: any
-    step may be the last one for long, so each waits until its rows are stored, and their blocks
-    are free.
-    """
-
-    def __init__(
-        self,
-        arena: Arena,
-        options: ConnectorOptions,
-        counts: EngineCounts,
-        *,
-        name: str = "",
-        wake: Callable[[], None] = lambda: None,
-        after_steps: bool = False,
-        by_hand: bool = False,
-    ) -> None:
-        layout = arena.layout
-        self._name, self._counts, self._wake = name, counts, wake
+    def __init__(self, rank: RankState) -> None:
+        self._rank, self._counts = rank, rank.counts
+        options, layout = rank.options, rank.arena.layout
         self._disk: DiskTier | None = None
         if options.disk_path:
             ranks = f"tp{layout.tp[0]}of{layout.tp[1]}-pp{layout.pp[0]}of{layout.pp[1]}"
@@ -164,14 +146,14 @@ class WorkerTiers(RankPart):
         self.host = HostTier(
             rows,
             capacity=host_bytes,
-            numa_node=node_of(arena.device),
+            numa_node=node_of(rank.arena.device),
             on_change=self._kept.touch,
         )
         self._remote = RemoteTier(options.remote, rows) if options.remote else None
         lower: tuple[Tier | None, ...] = (shared, self._disk, self._remote)
         self._lower = [tier for tier in lower if tier is not None]
         below = TierChain(self._lower) if self._lower else None
-        self._mover = Mover(arena, self.host, below, checked=True)
+        self._mover = Mover(rank.arena, self.host, below, checked=True)
         if self._disk is not None:
             self._kept.watch(self._disk)
         self._events: TierWatch | None = None
@@ -179,9 +161,7 @@ class WorkerTiers(RankPart):
             tiers: list[Tier] = [self.host, *(tier for tier in self._lower if tier is not shared)]
             self._events = TierWatch({tier.name: tier for tier in tiers})
             self._events.start()
-        self._is_here = arena.device.type == "cuda"
-        self._after_steps = after_steps
-        self._by_hand = by_hand
+        self._is_here = rank.arena.device.type == "cuda"
         self._tasks = Tasks()
         self._storing: set[int] = set()
         """Jobs of stores that are not over."""
@@ -215,13 +195,14 @@ class WorkerTiers(RankPart):
 
     def save(self, step: StepOrders) -> None:
         """Begin to keep rows, after what the engine has been given to compute. The blocks must
-        stay as they are until the job is over."""
+        stay as they are until the job is over. An engine that is stepped by hand waits for them,
+        so that it gets its blocks back."""
         if step.store is not None:
             for group, (keys, _) in step.store.rows.items():
                 self._note(self._groups[group], keys)
             self._tasks.begin(self._store(step.store))
         until = time.monotonic() + STORE_SECONDS
-        while self._by_hand and self._storing and time.monotonic() < until:
+        while self._rank.by_hand and self._storing and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
             self._resume()
 
@@ -246,7 +227,7 @@ class WorkerTiers(RankPart):
         """Where rows are kept, as far as it was not told yet."""
         kept = self._kept.changes(self.host)
         if kept:
-            results.kept[self._name] = kept
+            results.kept[self._rank.name] = kept
 
     def finish(self) -> None:
         """Wait for all that has begun, however long it takes: nothing of it reads or writes the
@@ -292,7 +273,7 @@ class WorkerTiers(RankPart):
         """A load from its order to its end; it has failed unless all rows have come."""
 
         def load(group: int, keys: Sequence[bytes], ids: Sequence[int]) -> MoverJob:
-            behind = self._after_steps
+            behind = self._rank.after_steps
             here = self._is_here and not behind
             return self._mover.load(group, keys, ids, after_stream=behind, here=here)
 
@@ -325,7 +306,7 @@ class WorkerTiers(RankPart):
         except Exception as error:
             log.warning("request %s: not looked up: %s", lookup.request, error)
         self._answers.append(answer)
-        self._wake()
+        self._rank.wake()
 
     def _present(self, lookup: LookUpKeys) -> KeysPresent:
         present: list[tuple[bool, ...]] = []
