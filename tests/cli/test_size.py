@@ -95,7 +95,7 @@ def test_of_equally_many_gpus_those_with_the_most_requests_come_first():
     assert (document["max_requests"], document["pp"]) == (plain, 1)
     start, _, end = document["answer"].partition(" With pipeline stages ")
     assert start.startswith("8 × h200 (tp 1, dp 8, experts shared")
-    assert end == f"8 × h200 (tp 1, pp 8, bfloat16 cache) would fit {counts[0]:,}."
+    assert end.startswith(f"8 × h200 (tp 1, pp 8, bfloat16 cache) would fit {counts[0]:,}.")
     assert "--enable-expert-parallel" in document["command"]
 
 
@@ -109,6 +109,14 @@ def test_the_size_of_the_cache_depends_on_neither_replicas_nor_what_requests_sha
     assert several["max_requests"] > 2 * usual["max_requests"]
     low, high = usual["kv_tokens"]
     assert f"GPU KV cache size: {low:,} to {high:,} tokens" in invoke(*arguments).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [("deepseek-v4-flash", "--tp", "4"), ("qwen3-8b", "--engine", "none")]
+)
+def test_what_is_not_counted_in_vllms_blocks_says_so(arguments):
+    text = invoke(*arguments, "--gpu", "h200").stdout
+    assert "counted in kvstow's own packing, not in vLLM's blocks:\nGPU KV cache" in text
 
 
 def test_no_more_requests_fit_than_may_run():
@@ -410,5 +418,8 @@ def test_what_the_weights_are_counted_without_is_in_the_answer(tmp_path):
         "quantization_config": {"quant_method": "quark"},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
+    assert size("deepseek-v3", "--gpu", "h200", "--tp", "8")["answer"].endswith(
+        "The weights do not include draft (MTP) layers."
+    )
     answer = size(str(tmp_path), "--gpu", "l4")["answer"]
     assert answer.endswith("do not include quantisation 'quark' and draft (MTP) layers.")

@@ -314,7 +314,9 @@ def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
             f"Maximum concurrency for {question.tokens:,} tokens per request: "
             f"{_span(*(f'{n:.2f}x' for n in concurrency))}"
         )
-        if question.has_vllm_blocks and own != (low.max_requests, high.max_requests):
+        if not question.has_vllm_blocks:
+            counts = f"counted in kvstow's own packing, not in vLLM's blocks:\n{counts}"
+        elif own != (low.max_requests, high.max_requests):
             packing = _span(*(f"{n:,}" for n in own))
             counts += f"\nin kvstow's own packing: {packing} requests"
         parts.insert(0, counts)

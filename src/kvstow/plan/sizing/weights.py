@@ -140,10 +140,10 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
     own = Fraction(own_dtype(config).bits, 8)
     how = f", layers in {dtype}" if dtype else ""
     each, left_out = (weight_bytes(dtype), ()) if dtype else _layer_bytes(config, own)
+    drafts = ("draft (MTP) layers",) if any(config.facts.get(key) for key in _DRAFT) else ()
     if count is not None:
         how += f", {_spoken(count.vision)} of them in the vision tower" if count.vision else ""
-        left_out += _towers(config)
-        left_out += ("draft (MTP) layers",) if any(config.facts.get(key) for key in _DRAFT) else ()
+        left_out += (*_towers(config), *drafts)
         layers = (count.layers + count.experts) * each
         nbytes = round(layers + (count.embeddings + count.vision) * own)
         return weights(nbytes, f"{_spoken(sum(count))}, counted from config{how}", *left_out)
@@ -157,7 +157,8 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
     if not nbytes:
         embeddings = 0 if each == own else _embeddings(config)
         nbytes = round((facts["parameters"] - embeddings) * each + embeddings * own)
-    return weights(nbytes, f"{_spoken(facts['parameters'])}, as published{how}", *left_out)
+    how = f"{_spoken(facts['parameters'])}, as published{how}"
+    return weights(nbytes, how, *left_out, *drafts)
 
 
 def vocabulary(config: Config) -> int:
