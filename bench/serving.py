@@ -570,6 +570,8 @@ async def conversations(table: Table) -> None:
     if not single:
         eight = table.options(40, 10_000, max_num_seqs=8)
         variants["all fit, eight at a time"] = (eight, None)
+    else:
+        variants = {f"{name}, one at a time": variant for name, variant in variants.items()}
 
     async def measure(variant: Any, figures: Figures) -> None:
         options, transfer = variant
