@@ -5,6 +5,7 @@ import pytest
 
 from block_layouts import (
     RECURRENT,
+    layouts,
     packed_layout,
     rows_per_slab,
 )
@@ -14,6 +15,8 @@ from kvstow.errors import OutOfBlocks
 from kvstow.plan.group import grouped
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import packed, separate
+
+LAYOUTS = layouts()
 
 
 def layout(name="gemma-3-270m", slabs=9, pack=packed):
@@ -95,3 +98,23 @@ def test_a_slab_whose_cached_rows_are_held_again_is_not_idle() -> None:
     pool.check()
     with pytest.raises(OutOfBlocks):
         pool.hold(1, 1)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_the_books_balance_while_rows_are_cached_and_held_again(name: str) -> None:
+    pool = Pool(LAYOUTS[name])
+    for g in range(len(pool.layout.groups)):
+        free = pool.num_free(g)
+        ids = pool.hold(g, min(3, free))
+        pool.keep(g, ids)
+        for change in (pool.release, pool.share, pool.share, pool.release, pool.release):
+            change(g, ids)
+            pool.check()
+        assert pool.num_cached(g) == len(ids)
+        assert pool.num_free(g) == free
+        pool.share(g, ids[:1])
+        pool.forget(g, ids)
+        pool.check()
+        pool.release(g, ids[:1])
+        pool.check()
+        assert (pool.num_cached(g), pool.num_free(g)) == (0, free)

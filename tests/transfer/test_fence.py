@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from kvstow.errors import TransferError
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.fence import ENTRY_BYTES, LONG_GAP, CounterRead, changed, counter_ranges
+from kvstow.transfer.channel.messages import Begun, Failed
+from kvstow.transfer.fence import (
+    ENTRY_BYTES,
+    LONG_GAP,
+    CounterRead,
+    changed,
+    check_fence,
+    counter_ranges,
+)
 
 TABLES = (1 << 20, 1 << 24)
 IDS = st.one_of(
@@ -117,3 +125,78 @@ def test_no_blocks_are_answered_without_a_read_and_give_their_memory_back():
         next(read.generations())
     assert end.value.value == {}
     assert (endpoint.taken, endpoint.started) == (0, 0)
+
+
+# ── counters that are memory of ours ──────────────────────────────────────────────────
+
+
+class Mapped:
+    """A source whose counters can be looked at, and whose ticket is for blocks 3 and 4."""
+
+    def __init__(self) -> None:
+        self.counters = np.array([0, 0, 0, 7, 9, 0])
+        self.is_closed = False
+        self.said: set[type] = set()
+        self.line = object()
+        self.peer = SimpleNamespace(name="producer", line=self.line)
+        self.layout = SimpleNamespace(groups=[SimpleNamespace(group=SimpleNamespace(name="full"))])
+        self.mapped = SimpleNamespace(generations=self.generations)
+        self.mailbox = SimpleNamespace(has=self.said.__contains__, first=lambda kind: kind)
+        self.ticket = SimpleNamespace(
+            blocks={0: Blocks.first([3, 4])}, generations={0: np.array([7, 9])}
+        )
+
+    def generations(self, blocks):
+        return None if self.is_closed else {0: self.counters[blocks[0].ids]}
+
+    def fault(self, what, kind):
+        return TransferError(what, kind=kind, peer="producer")
+
+    def failure(self, message):
+        return TransferError(f"{message.__name__} was said", kind="used")
+
+
+def passed(fence):
+    return next(fence, "passed") == "passed"
+
+
+def test_counters_that_are_the_ticket_s_need_no_answer():
+    assert passed(check_fence(Mapped(), None))
+
+
+def test_a_counter_that_differs_is_read_again_when_the_producer_has_answered():
+    for is_early in (True, False):
+        source = Mapped()
+        source.counters[4] += 1
+        fence = check_fence(source, None)
+        assert not passed(fence)
+        source.counters[4] -= is_early
+        assert not passed(fence)
+        source.said.add(Begun)
+        if is_early:
+            assert passed(fence)
+            continue
+        with pytest.raises(TransferError, match=r"1 source blocks .* group 'full': \[4\]") as error:
+            next(fence)
+        assert error.value.kind == "fence"
+
+
+def test_a_producer_that_refuses_or_is_lost_ends_the_waiting_for_its_answer():
+    refuses, is_lost = Mapped(), Mapped()
+    for source in (refuses, is_lost):
+        source.counters[3] += 1
+    waiting = [check_fence(source, None) for source in (refuses, is_lost)]
+    assert not any(map(passed, waiting))
+    refuses.said.add(Failed)
+    with pytest.raises(TransferError, match="Failed was said"):
+        next(waiting[0])
+    is_lost.peer.line = None
+    with pytest.raises(TransferError, match="before it has said that it keeps the rows"):
+        next(waiting[1])
+
+
+def test_counters_of_an_agent_that_is_closed_are_not_believed():
+    source = Mapped()
+    source.is_closed = True
+    with pytest.raises(TransferError, match="closed its agent"):
+        next(check_fence(source, None))

@@ -1,6 +1,8 @@
 """Pulls between real processes over NIXL, and between threads over the local transport."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
 from kvstow.route.blocks import Blocks, Tokens
-from kvstow.transfer.pull import written_rows
+from kvstow.transfer.channel.messages import Sample, TellDigest
+from kvstow.transfer.pull import check_still_ours, compare_digests, meet, written_rows
+from kvstow.transfer.tickets.ticket import KEY_BYTES, Ticket
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, attention, hybrid_layout, rows_for
 from waiting import wait_for
@@ -164,3 +168,138 @@ def test_rows_of_a_pull_that_ordered_nothing_are_quiet_at_once(monkeypatch):
     assert consumer.held() == 0
     for node in (consumer, producer):
         node.close()
+
+
+# ── meeting and accepting, step by step ───────────────────────────────────────────────
+
+
+class Offer:
+    """A source of whose agent the card of the first start is known; what goes wrong is set."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.layout = hybrid_layout()
+        self.key = bytes(KEY_BYTES)
+        self.peer = SimpleNamespace(
+            name="producer",
+            state="ready",
+            card=SimpleNamespace(start="first"),
+            fingerprint="ab",
+            ticket_key=self.key,
+            met=self.met,
+            ping=self.ping,
+        )
+        ids = np.arange(self.layout.groups[0].rows_per_slab, 8)
+        self.ticket = Ticket(
+            agent="producer",
+            start="first",
+            address="tcp://127.0.0.1:1",
+            key="",
+            lease=1,
+            lease_seconds=1.0,
+            fingerprint="ab",
+            num_tokens=4,
+            blocks={0: Blocks.first(ids)},
+            generations={0: np.ones_like(ids)},
+        ).signed(self.key)
+        self.route: Any = "a route"
+        self.mapped: Any = None
+        self.answer: tuple[int, ...] = ()
+        self.mailbox = SimpleNamespace(wait=self.wait)
+
+    def met(self) -> Any:
+        self.log.append("met")
+        return
+        yield
+
+    def ping(self) -> Any:
+        self.log.append("ping")
+        self.peer.card = SimpleNamespace(start="second")
+        return
+        yield
+
+    def wait(self, kind: type) -> Any:
+        self.log.append(kind.__name__)
+        return TellDigest(0, self.answer)
+        yield
+
+    def fault(self, what: str, kind: Any) -> TransferError:
+        return TransferError(what, kind=kind, peer="producer")
+
+
+def run(routine: Any) -> None:
+    for _ in routine:
+        raise AssertionError("it waits")
+
+
+def test_an_agent_that_wrote_the_ticket_is_met_once():
+    offer = Offer()
+    run(meet(offer))  # type: ignore
+    assert offer.log == ["met"]
+
+
+def test_an_agent_that_was_started_again_is_asked_before_its_ticket_is_refused():
+    of_the_second = Offer()
+    of_the_second.ticket = replace(of_the_second.ticket, start="second").signed(of_the_second.key)
+    run(meet(of_the_second))  # type: ignore
+    assert of_the_second.log == ["met", "ping", "met"]
+    of_another = Offer()
+    of_another.ticket = replace(of_another.ticket, start="zeroth").signed(of_another.key)
+    with pytest.raises(TransferError, match="earlier start") as error:
+        run(meet(of_another))  # type: ignore
+    assert error.value.kind == "expired"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"fingerprint": "cd"}, "for layout cd, it has ab"),
+        ({"signature": bytes(16)}, "not as it was written there"),
+        ({"blocks": {0: Blocks.first([0])}, "generations": {0: np.ones(1, np.int64)}}, "producer"),
+    ],
+)
+def test_a_ticket_that_its_agent_has_not_written_for_its_rows_is_refused(
+    change: dict[str, Any], what: str
+):
+    offer = Offer()
+    offer.ticket = replace(offer.ticket, **change)
+    if "signature" not in change:
+        offer.ticket = offer.ticket.signed(offer.key)
+    with pytest.raises(TransferError, match=what) as error:
+        run(meet(offer))  # type: ignore
+    assert error.value.kind == "ticket"
+
+
+PARTS = [Sample(("layers.0",), None, 0, 4, 1, 0), Sample(("layers.1",), None, 4, 8, 1, 0)]
+
+
+def compared(here: tuple[int, ...], there: list[tuple[int, ...]], *offers: Offer) -> None:
+    run(compare_digests(here, there, offers, PARTS))  # type: ignore
+
+
+def test_digests_are_compared_with_the_sum_of_what_all_sources_have():
+    tells, is_mapped, brings_nothing = Offer(), Offer(), Offer()
+    tells.answer, is_mapped.mapped, brings_nothing.route = (1, 2), "memory", None
+    offers = tells, is_mapped, brings_nothing
+    compared((11, 22), [(10, 20)], *offers)
+    assert [offer.log for offer in offers] == [["TellDigest"], [], []]
+    with pytest.raises(TransferError, match=r"layers.1.*tokens \[4, 8\)") as error:
+        compared((11, 23), [(10, 20)], *offers)
+    assert error.value.kind == "digest"
+    assert "layers.0" not in str(error.value)
+    tells.answer = (1,)
+    with pytest.raises(TransferError, match="1 digests, not 2"):
+        compared((11, 22), [(10, 20)], *offers)
+
+
+def test_rows_that_were_given_to_others_meanwhile_are_not_accepted():
+    into = {0: Blocks.first([3, 4])}
+    order: Any = SimpleNamespace(into=into, generations={0: np.array([7, 8])})
+    for now in ([7, 8], [7, 9]):
+        endpoint: Any = SimpleNamespace(generations=lambda blocks, now=now: {0: np.array(now)})
+        if now == [7, 8]:
+            check_still_ours(endpoint, order)
+            continue
+        with pytest.raises(TransferError, match="given to other requests") as error:
+            check_still_ours(endpoint, order)
+        assert error.value.kind == "fence"
