@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 30 + "The capital of 
 
 
 @pytest.fixture(scope="module")
-def pair(smollm2: Path, logs: Path) -> Iterator[list[Server]]:
+def pair(request: pytest.FixtureRequest, smollm2: Path, logs: Path) -> Iterator[list[Server]]:
+    """Prefill and decode; the parameter is what decode does about loads that fail."""
     launch = Launch(model=smollm2, name="smollm2", settings={"digest": "always"})
-    with running(launch, launch, logs=logs) as servers:
+    policy = getattr(request, "param", "recompute")
+    decode = replace(launch, transfer={"kv_load_failure_policy": policy})
+    with running(launch, decode, logs=logs) as servers:
         yield servers
 
 
@@ -114,6 +118,29 @@ def test_chats_are_carried_too(pair: list[Server], logs: Path):
     with router(logs, [prefill.url], [decode.url]) as url:
         answer = json.loads(post(url + "/v1/chat/completions", chat))
     assert answer["choices"][0]["message"]["content"] == expected
+
+
+@pytest.mark.parametrize("pair", ["fail"], indirect=True, ids=["the policy is vLLM's own"])
+@pytest.mark.parametrize(
+    ("prompts", "choices"),
+    [({"n": 2, "temperature": 0.8, "seed": 3}, 2), ({"prompt": [PROMPT, "One. " * 100]}, 2),
+     ({"prompt": [PROMPT, PROMPT, "Hello"], "n": 2, "temperature": 0.8}, 6)],
+    ids=["n", "prompts", "both"],
+)  # fmt: skip
+def test_a_request_that_becomes_several_of_the_engine_s_is_served(
+    pair: list[Server], logs: Path, prompts: dict[str, Any], choices: int
+):
+    """They share a ticket, or have none: no load fails, which vLLM would answer with an error."""
+    prefill, decode = pair
+    with router(logs, [prefill.url], [decode.url]) as url:
+        for _ in range(3):
+            answer = json.loads(post(url + "/v1/completions", body(**prompts)))
+            assert [choice["index"] for choice in answer["choices"]] == [*range(choices)]
+            assert {choice["finish_reason"] for choice in answer["choices"]} <= {"length", "stop"}
+        chat = {"messages": [{"role": "user", "content": "Say hello."}], "n": 3, "max_tokens": 8}
+        answer = json.loads(post(url + "/v1/chat/completions", {"model": "smollm2", **chat}))
+        assert len(answer["choices"]) == 3
+        assert "prefill" not in counts(url)  # nobody was rested for it
 
 
 def test_a_dead_prefill_instance_is_passed_over(pair: list[Server], logs: Path):
