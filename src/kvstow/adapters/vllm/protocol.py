@@ -85,8 +85,9 @@ class OfferBlocks:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullBlocks:
     """Bring tokens `[start_token, num_tokens)` into these blocks, within `seconds` where a peer
-    was asked for them. `may_hold`: the scheduler's side can keep the blocks from being given to
-    others, so that the request need not wait until nobody writes to them any more."""
+    was asked for them. `may_hold`: should it fail, the scheduler's side keeps the blocks from
+    being given to others, so that the request need not wait until nobody writes to them. Blocks of
+    an early pull are given back when it has ended."""
 
     request: str
     tickets: tuple[Ticket, ...]

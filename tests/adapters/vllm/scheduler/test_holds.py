@@ -128,13 +128,12 @@ def test_a_key_is_known_while_its_row_waits_and_while_it_is_stored():
     assert not made.contains(0, b"key 3")
 
 
-def test_no_more_blocks_are_held_than_allowed_and_none_without_a_pool():
+def test_no_more_blocks_are_held_than_allowed():
     made, _, _ = queue(max_rows=2)
     made.add(row(1))
     assert not made.is_full
     made.add(row(2))
     assert made.is_full
-    assert StoreQueue(engine_state(declaration("BLHNC"))).is_full
 
 
 def test_workers_are_given_more_when_they_have_told_of_earlier_rows(monkeypatch):

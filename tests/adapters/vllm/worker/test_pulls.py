@@ -53,7 +53,7 @@ class HungWriter:
 
 
 @contextmanager
-def hung(*orders: str, pool: Pool | None, computed: int = 0) -> Iterator[tuple[HungWriter, Engine]]:
+def hung(*orders: str, pool: Pool, computed: int = 0) -> Iterator[tuple[HungWriter, Engine]]:
     """A prefill that hangs in the middle of writing what decode waits for."""
     fabric = Fabric()
     prefill = Engine.start(fabric, "prefill", WRITES, orders[0])
@@ -124,14 +124,6 @@ def test_the_next_pull_from_a_producer_that_was_hung_works():
         found = told(decode)
         assert (found.failed, found.held) == (frozenset(), {})
         assert torch.equal(decode.views["f.0"][12], prefill.views["f.0"][11])
-
-
-def test_without_a_pool_the_request_waits_until_the_producer_has_stopped():
-    with hung("BLHNC", "BLHNC", pool=None) as (writer, decode):
-        assert not any((step := decode.step()).received or step.held for _ in range(50))
-        writer.awake.set()
-        found = told(decode)
-        assert (found.failed, found.held, found.released) == ({"d"}, {}, [])
 
 
 def test_blocks_that_the_pull_does_not_write_are_not_held():

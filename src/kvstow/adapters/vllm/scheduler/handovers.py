@@ -197,7 +197,7 @@ class Handovers(PrefixSource):
                 start_token=start,
                 num_tokens=num_tokens,
                 seconds=seconds,
-                may_hold=self._engine.pool is not None,
+                may_hold=True,
             )
         )
         return {"p2p": num_tokens - start}

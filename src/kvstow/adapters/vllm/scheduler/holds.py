@@ -31,7 +31,7 @@ once per step, and a step of 8,192 tokens of a model of 8 B fills 1 GiB."""
 
 
 class HeldPulls:
-    """What the ranks hold, each for itself. Without the engine's pool nothing can be held."""
+    """What the ranks hold, each for itself."""
 
     def __init__(self, engine: EngineState) -> None:
         self._engine = engine
@@ -104,7 +104,7 @@ class StoreQueue:
 
     @property
     def is_full(self) -> bool:
-        return self._engine.pool is None or len(self._keys) >= self._max_rows
+        return len(self._keys) >= self._max_rows
 
     def contains(self, group: int, key: bytes) -> bool:
         return (group, key) in self._keys
@@ -175,7 +175,7 @@ class StoreQueue:
 
     def _frees(self, row: RowToStore) -> bool:
         """Whether no request has the row's block any more. A running one has all of its own."""
-        return self._engine.pool is not None and self._engine.blocks.is_last(row.block)
+        return self._engine.blocks.is_last(row.block)
 
     def _let_go(self, rows: Sequence[RowToStore]) -> None:
         if not rows:
