@@ -464,6 +464,16 @@ def test_memory_that_is_registered_anew_takes_the_place_of_the_old(
     assert closed == [first]
 
 
+def test_blocks_that_were_offered_out_of_the_memory_before_are_the_engines_again(
+    connector: ModuleType,
+):
+    engine = Engine(connector)
+    engine.prefill()
+    assert engine.step().finished_sending == set()
+    engine.worker.register_kv_caches(memory())
+    assert engine.step().finished_sending == {"p"}
+
+
 def test_nothing_is_stored_under_an_adapter_whose_files_have_changed(
     connector: ModuleType, tmp_path: Path
 ):

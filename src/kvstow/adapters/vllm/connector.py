@@ -186,7 +186,10 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = "-".join(str(r) for r in (self._declared.pp[0], self._declared.tp[0]))
+        results = StepResults()
         if self._worker is not None:  # other memory than before
+            self._worker.sleep()
+            results = self._worker.results()
             self._worker.close()
         arena = adopted(self._declared, kv_caches)
         if self._options.manifest_file:
@@ -198,6 +201,7 @@ class KvstowConnector(ConnectorBase, SupportsHMA):
             name=f"{self._engine}-{rank}",
             after_steps=self._after_steps,
             by_hand=steps_by_hand(),
+            results=results,
         )
 
     def get_handshake_metadata(self) -> KvstowEndpoint:

@@ -100,8 +100,10 @@ class WorkerSide:
         name: str,
         after_steps: bool = False,
         by_hand: bool = False,
+        results: StepResults | None = None,
     ) -> None:
-        """For `after_steps` and `by_hand` see `RankState`."""
+        """For `after_steps` and `by_hand` see `RankState`. `results` are what another one, over the
+        memory before, has not told yet."""
         self.rank = RankState(
             arena=arena,
             options=options,
@@ -120,7 +122,7 @@ class WorkerSide:
         """The step that has begun, until its loads have, and until it has computed."""
         self._beside_steps = arena.device.type != "cpu"
         """Whether the device computes a step while the engine's thread goes on."""
-        self._results = StepResults()
+        self._results = results or StepResults()
         """What the engine was not told yet."""
         self._keepers: list[RankPart] = []
         """Parts that hold rows outside of the arena."""
