@@ -8,7 +8,6 @@ import typer
 
 from kvstow.cli.output import (
     INTERRUPTED,
-    MISUSED,
     Answer,
     CommandGroup,
     refuse,
@@ -77,7 +76,7 @@ def _check_device(device: str) -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
-        refuse(f"--device {device}: {why}\n\nhint: cpu is always there", code=MISUSED)
+        refuse(f"--device {device}: {why}\n\nhint: cpu is always there")
 
 
 NAMES = {

@@ -13,7 +13,6 @@ from kvstow.cli import options
 from kvstow.cli.options import planning
 from kvstow.cli.output import (
     HINT,
-    MISUSED,
     command_line,
     refuse,
     reporting,
@@ -323,8 +322,7 @@ def compare(
     if len(deployments) * len(choices) > MOST_LAYOUTS:
         refuse(
             f"{len(deployments) * len(choices):,} layouts, {MOST_LAYOUTS:,} at most are compared"
-            f"{HINT}name fewer values",
-            code=MISUSED,
+            f"{HINT}name fewer values"
         )
     report = CompareReport(
         first=_first(deployments, rank),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import INTERRUPTED, MISUSED, refuse, reporting
+from kvstow.cli.output import INTERRUPTED, refuse, reporting
 from kvstow.plan.layout import Order
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def demo(
 
     check_model(model)
     if prompt is not None and not all(prompt):
-        refuse("--prompt is empty\n\nhint: write a prompt", code=MISUSED)
+        refuse("--prompt is empty\n\nhint: write a prompt")
     try:
         return run(
             lambda text: typer.echo(text, err=True),

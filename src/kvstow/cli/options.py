@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstow.cli.output import MISUSED, STDOUT, note, refuse, usage, with_options
+from kvstow.cli.output import STDOUT, note, refuse, usage, with_options
 from kvstow.errors import ManifestError, PlanError
 from kvstow.plan.layout import Layout, Order, parse_order
 from kvstow.plan.pack import Alignment, Demand, Packing
@@ -214,8 +214,7 @@ def _check_patterns(alignment: Alignment, names: list[str]) -> None:
             refuse(
                 f"--align {demand.layers}={demand.multiple} matches none of the "
                 f"{len(names)} layers\n\nhint: page, row, base, or a pattern of names like "
-                f"{names[0]!r}",
-                code=MISUSED,
+                f"{names[0]!r}"
             )
 
 
@@ -229,7 +228,7 @@ def check_url(url: str) -> None:
     except ValueError:
         is_fine = False
     if not is_fine:
-        refuse(f"{url!r} is not a URL\n\nhint: for example http://127.0.0.1:8100", code=MISUSED)
+        refuse(f"{url!r} is not a URL\n\nhint: for example http://127.0.0.1:8100")
 
 
 # ── shorthand ───────────────────────────────────────────────────────────────────────
@@ -299,7 +298,7 @@ def read_manifest(path: Path) -> bytes:
         with path.open("rb") as stream:
             return stream.read(MAX_BYTES + 1)
     except OSError as error:
-        refuse(f"{path}: cannot be read: {error.strerror}", code=MISUSED)
+        refuse(f"{path}: cannot be read: {error.strerror}")
 
 
 def layout_in(path: Path) -> Layout:
@@ -309,7 +308,7 @@ def layout_in(path: Path) -> Layout:
     try:
         return decode(read_manifest(path))
     except ManifestError as error:
-        refuse(f"{path}: {error}", code=MISUSED)
+        refuse(f"{path}: {error}")
 
 
 def _deployment(text: str) -> tuple[Deployment, int | None]:
@@ -330,7 +329,7 @@ def _deployment(text: str) -> tuple[Deployment, int | None]:
         if rank is not None:
             deployment.check_rank(rank)
     except PlanError as error:
-        refuse(f"{text}: {error}", code=MISUSED)
+        refuse(f"{text}: {error}")
     return deployment, rank
 
 

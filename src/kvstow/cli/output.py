@@ -178,8 +178,7 @@ def show(report: Report | Document, *, json: bool, notes: Sequence[str] | None =
         typer.echo(json_format.dumps(document, indent=2) if json else str(report))
     elif json:
         refuse(
-            f"{report.option} - and --json both write a document to stdout{HINT}give one of them",
-            code=MISUSED,
+            f"{report.option} - and --json both write a document to stdout{HINT}give one of them"
         )
     else:
         typer.get_binary_stream("stdout").write(report.content)
@@ -199,7 +198,7 @@ NOTES: ContextVar[list[str]] = ContextVar("notes")
 """What a command has noted about its answer."""
 
 
-def refuse(message: str, *, code: int) -> NoReturn:
+def refuse(message: str, *, code: int = MISUSED) -> NoReturn:
     """Say on stderr what is wrong, and end with `code`."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(code)
@@ -211,7 +210,7 @@ def usage(*errors: type[KvstowError]) -> Generator[None]:
     try:
         yield
     except errors as error:
-        refuse(str(error), code=MISUSED)
+        refuse(str(error))
 
 
 def say(message: str) -> None:
@@ -231,15 +230,13 @@ def write_file(file: Path, content: str | bytes, what: str) -> None:
     """Write a file that was asked for, and say so; ends with 2 and its name where that fails, and
     for `-`: stdout is the report's."""
     if file == STDOUT:
-        refuse(
-            f"stdout has the report, and cannot have the {what} too{HINT}name a file", code=MISUSED
-        )
+        refuse(f"stdout has the report, and cannot have the {what} too{HINT}name a file")
     try:
         file.write_bytes(
             content if isinstance(content, bytes) else content.encode(errors="replace")
         )
     except OSError as error:
-        refuse(f"{file}: cannot be written: {error.strerror}", code=MISUSED)
+        refuse(f"{file}: cannot be written: {error.strerror}")
     say(f"{what} written to {file}")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,22 +21,8 @@ from kvstow.cli.output import (
     write_file,
 )
 from kvstow.errors import LayoutError, ManifestError
-from kvstow.plan.retention import short_name
-from kvstow.plan.sizing.capacity import (
-    bytes_per_token,
-    fixed_bytes,
-    max_requests,
-    max_tokens,
-    request_bytes,
-)
 from kvstow.plan.sizing.plan import Deployment, Plan
-from kvstow.plan.sizing.reports import (
-    LENGTHS,
-    descriptors,
-    padding_fractions,
-    plan_figures,
-    tensor_bytes,
-)
+from kvstow.plan.sizing.reports import LENGTHS, padding_fractions, plan_figures, tensor_bytes
 from kvstow.text import human, plural, table
 
 # ── models ────────────────────────────────────────────────────────────────────────────
@@ -129,7 +116,7 @@ Tokens = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanReport:
     """The layout of one rank, and what fits of requests of these lengths."""
 
@@ -137,6 +124,10 @@ class PlanReport:
     lengths: Sequence[int]
 
     def as_json(self) -> dict[str, Any]:
+        return self._figures
+
+    @cached_property
+    def _figures(self) -> dict[str, Any]:
         return plan_figures(self.plan, self.lengths)
 
     def __str__(self) -> str:
@@ -155,82 +146,80 @@ class PlanReport:
         yield from self._holding()
 
     def _heading(self) -> str:
-        from kvstow.plan.manifest import fingerprint
-
-        plan, layout, split = self.plan, self.plan.layout, self.plan.deployment
+        plan, facts, split = self.plan, self._figures, self.plan.deployment
         return (
-            f"{layout.model}\n"
+            f"{plan.layout.model}\n"
             f"rank {plan.rank} of tp {split.tp} × pp {split.pp}, {plan.kv_dtype}, order "
-            f"{layout.order}, packing {split.packing}\n"
-            f"arena {human(layout.nbytes)} in one region: {layout.num_slabs:,} slabs of "
-            f"{_exact(layout.slab_bytes)}\n"
-            f"fingerprint {fingerprint(layout)}"
+            f"{facts['order']}, packing {split.packing}\n"
+            f"arena {human(facts['arena_bytes'])} in one region: {facts['num_slabs']:,} slabs of "
+            f"{_exact(facts['slab_bytes'])}\n"
+            f"fingerprint {facts['fingerprint']}"
         )
 
     def _groups(self) -> str:
-        layout = self.plan.layout
+        paddings = padding_fractions(self.plan.layout)
+        numbers = "block_tokens", "row_bytes", "rows_per_slab"
         rows = [
             (
-                rows.group.name,
-                short_name(rows.group.retention),
-                f"{len(rows.group.layers):,}",
-                f"{rows.group.block_tokens:,}",
-                f"{layout.row_bytes(g):,}",
-                f"{rows.rows_per_slab:,}",
+                group["name"],
+                group["retention"],
+                f"{len(group['layers']):,}",
+                *(f"{group[name]:,}" for name in numbers),
                 f"{padding:.2%}",
             )
-            for g, (rows, padding) in enumerate(
-                zip(layout.groups, padding_fractions(layout), strict=True)
-            )
+            for group, padding in zip(self._figures["groups"], paddings, strict=True)
         ]
         columns = ("group", "keeps", "layers", "tokens", "row bytes", "rows/slab", "padding")
         return table(columns, rows, num_left=2)
 
     def _moving(self) -> str:
-        layout = self.plan.layout
+        copies, nbytes = self._figures["transfer"].values()
         rows = [
             (
-                rows.group.name,
-                f"{copies:,}",
-                f"{layout.row_bytes(g):,}",
-                human(layout.row_bytes(g)),
-                f"{rows.group.num_tensors:,}",
-                human(tensor_bytes(rows.group)),
+                group.name,
+                f"{copies[group.name]:,}",
+                f"{nbytes[group.name]:,}",
+                human(nbytes[group.name]),
+                f"{group.num_tensors:,}",
+                human(tensor_bytes(group)),
             )
-            for g, (rows, copies) in enumerate(zip(layout.groups, descriptors(layout), strict=True))
+            for group in (rows.group for rows in self.plan.layout.groups)
         ]
         return table(("moving one block of", "copies", "bytes", "", "per layer", "each ≤"), rows)
 
     def _holding(self) -> Iterator[str]:
-        plan, layout = self.plan, self.plan.layout
-        fitting = [(plan.max_requests(tokens=n), max_requests(layout, n)) for n in self.lengths]
-        is_less = any(everywhere != here for everywhere, here in fitting)
+        plan, request, capacity = self.plan, self._figures["request"], self._figures["capacity"]
+        everywhere, here = capacity["requests"], capacity["this_rank"]["requests"]
+        is_less = everywhere != here
         rows = [
             (
-                f"{n:,}",
-                f"{request_bytes(layout, n):,}",
-                human(request_bytes(layout, n)),
-                *(f"{count:,}" for count in (counts if is_less else counts[:1])),
+                f"{int(n):,}",
+                f"{nbytes:,}",
+                human(nbytes),
+                f"{everywhere[n]:,}",
+                *([f"{here[n]:,}"] if is_less else []),
             )
-            for n, counts in zip(self.lengths, fitting, strict=True)
+            for n, nbytes in request["at_tokens"].items()
         ]
-        ends = [n for each in plan.stages if (n := max_tokens(each)) is not None]
-        longest = f"{min(ends):,} tokens" if ends else "any length"
+        most = capacity["tokens"]
+        longest = "any length" if most is None else f"{most:,} tokens"
         yield f"one request: {self._cost()}\nthe longest that fits: {longest}"
         columns = ["tokens per request", "bytes", "", "requests at once"]
         yield table([*columns, f"on rank {plan.rank}"][: len(rows[0])], rows, num_left=0)
         if is_less:
             yield (
                 f"A request is on all {plan.deployment.num_ranks} ranks at once: rank "
-                f"{plan.limiting_rank} limits how many fit."
+                f"{capacity['limiting_rank']} limits how many fit."
             )
 
     def _cost(self) -> str:
         """The part that does not grow, and the part that does, as far as there are any."""
-        fixed, growth = fixed_bytes(self.plan.layout), bytes_per_token(self.plan.layout)
+        fixed, growth = (
+            self._figures["request"][key] for key in ("fixed_bytes", "bytes_per_token")
+        )
         if not growth:
             return f"{_exact(fixed)} at most, whatever its length"
-        each = f"{_exact(growth.numerator if growth.denominator == 1 else float(growth))} per token"
+        each = f"{_exact(growth)} per token"
         return f"{_exact(fixed)} fixed at most,\n             and {each}" if fixed else each
 
 

@@ -12,7 +12,7 @@ import typer
 
 from kvstow.cli import options
 from kvstow.cli.options import Named
-from kvstow.cli.output import MISUSED, refuse, reporting, wrapped, write_file
+from kvstow.cli.output import refuse, reporting, wrapped, write_file
 from kvstow.plan.layout import ORDERS, Layout, Order
 from kvstow.plan.sizing.reports import plain
 from kvstow.text import human, table
@@ -295,10 +295,7 @@ def route(
     there = options.named(destination, one_rank=True)
     models = here.layouts[0].model, there.layouts[0].model
     if models[0] != models[1]:
-        refuse(
-            f"FROM is {models[0]}, TO is {models[1]}: only blocks of the same model can move",
-            code=MISUSED,
-        )
+        refuse(f"FROM is {models[0]}, TO is {models[1]}: only blocks of the same model can move")
     routes = _rank_routes(here.layouts, there.layouts[0])
     report = RouteReport(source=here, destination=there, routes=routes, link=line, tokens=tokens)
     if html is not None:

@@ -8,7 +8,6 @@ import typer
 from kvstow.cli import options
 from kvstow.cli.options import on_rank, planning
 from kvstow.cli.output import (
-    MISUSED,
     command_line,
     refuse,
     reporting,
@@ -139,7 +138,7 @@ def _trace(name: str, *, requests: int, rate: float, seed: int) -> "list[TraceRe
     if name in MIXES:
         return synthetic(name, num_requests=requests, rate=rate, seed=seed)
     if not Path(name).exists():
-        refuse(f"--trace {name}: neither a file nor one of {', '.join(MIXES)}", code=MISUSED)
+        refuse(f"--trace {name}: neither a file nor one of {', '.join(MIXES)}")
     with usage(TraceError):
         return read_trace(Path(name))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import MISUSED, refuse, reporting, usage
+from kvstow.cli.output import refuse, reporting, usage
 from kvstow.errors import PlanError
 from kvstow.plan.sizing.cluster import Engine, EngineName, Gpu, SizeQuestion
 from kvstow.plan.sizing.plan import USUAL_TOKENS, Deployment
@@ -176,16 +176,14 @@ def size(
     if kv_dtypes[1:] and (gpu is None or requests is None):
         refuse(
             f"--kv-dtype {kv_dtype}: several are searched only with --gpu and --requests\n\n"
-            "hint: add both, or give one dtype",
-            code=MISUSED,
+            "hint: add both, or give one dtype"
         )
     for each in kv_dtypes:
         Deployment(model=model, kv_dtype=each).facts()
     if requests_per_hour is not None and (gpu or requests):
         refuse(
             "--requests-per-hour asks for a store on host or disk\n\n"
-            "hint: leave --gpu and --requests out",
-            code=MISUSED,
+            "hint: leave --gpu and --requests out"
         )
     with usage(PlanError):
         question = SizeQuestion(

@@ -12,7 +12,6 @@ import typer
 
 from kvstow.cli import options
 from kvstow.cli.output import (
-    MISUSED,
     Answer,
     CommandGroup,
     refuse,
@@ -86,7 +85,7 @@ def check_store(path: Path) -> Path:
         what = "no store there (layout.json is missing)" if path.is_dir() else "no such directory"
         inside = ", ".join(store.name for store in _stores_of_ranks(path)[:8])
         hint = f"one of those in it: {inside}" if inside else "name the directory of a store"
-        refuse(f"{path}: {what}\n\nhint: {hint}", code=MISUSED)
+        refuse(f"{path}: {what}\n\nhint: {hint}")
     return path
 
 
@@ -247,7 +246,7 @@ def convert_store(
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         what = "a store" if (to / "layout.json").exists() else "something else"
-        refuse(f"{to}: there is {what} already\n\nhint: name a new directory", code=MISUSED)
+        refuse(f"{to}: there is {what} already\n\nhint: name a new directory")
     new_layout, is_there = options.layout_in(layout), to.exists()
     old = [check_store(directory) for directory in directories]
     try:
@@ -311,7 +310,7 @@ def prune(
         from kvstow.offload.disk.tier import DiskTier
 
         if to is None or tenant_to is not None or older_than is not None:
-            refuse("a store on disk takes only --to SIZE", code=MISUSED)
+            refuse("a store on disk takes only --to SIZE")
         with closing(DiskTier(check_store(Path(place)))) as tier:
             before = tier.usage.nbytes
             rows, after = tier.prune(to), tier.usage.nbytes

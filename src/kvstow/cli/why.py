@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstow.cli.output import MISUSED, refuse, reporting, usage
+from kvstow.cli.output import refuse, reporting, usage
 from kvstow.cli.store import client_at, stores_in
 from kvstow.errors import KvstowError
 
@@ -147,8 +147,7 @@ def _remote_store(url: str, identity: str) -> "Store":
         refuse(
             f"{url}: {len(layouts)} computations have written there for tenant {tenant!r}"
             + "".join(lines)
-            + "\n\nhint: kvstow store inspect URL; choose one with --identity",
-            code=MISUSED,
+            + "\n\nhint: kvstow store inspect URL; choose one with --identity"
         )
     (layout,) = layouts.values()
     patient = url if "budget=" in url else f"{url}{'&' if '?' in url else '?'}budget={PATIENCE}"
@@ -158,7 +157,7 @@ def _remote_store(url: str, identity: str) -> "Store":
 def _token_ids(tokens: str | None, text: str | None, tokenizer: Path | None) -> list[int]:
     """The prompt's ids; ends with 2 where it is given not at all, twice, or not as it should."""
     if (tokens is None) == (text is None):
-        refuse("give the prompt once\n\nhint: --tokens or --text", code=MISUSED)
+        refuse("give the prompt once\n\nhint: --tokens or --text")
     if text is not None:
         return _tokenized(text, tokenizer)
     assert tokens is not None
@@ -171,24 +170,23 @@ def _token_ids(tokens: str | None, text: str | None, tokenizer: Path | None) -> 
         why = error.strerror if isinstance(error, OSError) else error
         refuse(
             f"token ids cannot be read from {tokens[:80]!r}: {why}\n\n"
-            "hint: --tokens '[1, 2, 3]', or the file that holds such a list",
-            code=MISUSED,
+            "hint: --tokens '[1, 2, 3]', or the file that holds such a list"
         )
     if not isinstance(ids, list):
-        refuse("token ids are a list of whole numbers", code=MISUSED)
+        refuse("token ids are a list of whole numbers")
     return ids  # pyright: ignore[reportUnknownVariableType]
 
 
 def _tokenized(text: str, folder: Path | None) -> list[int]:
     if folder is None:
-        refuse("--text without --tokenizer\n\nhint: --tokenizer MODEL_DIR", code=MISUSED)
+        refuse("--text without --tokenizer\n\nhint: --tokenizer MODEL_DIR")
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
     if not file.is_file():
-        refuse(f"{file}: no such file\n\nhint: name the model's folder", code=MISUSED)
+        refuse(f"{file}: no such file\n\nhint: name the model's folder")
     try:
         loaded: Any = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
-        refuse(f"{file}: no tokenizer: {error}", code=MISUSED)
+        refuse(f"{file}: no tokenizer: {error}")
     return loaded.encode(text).ids
