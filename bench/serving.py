@@ -367,11 +367,12 @@ class Table:
         """How much is measured on a GPU, and on a CPU."""
         return cpu if self.chosen.cpu else gpu
 
-    def options(self, gib: int, tokens: int, *, mib: int = 64, **more: Any) -> EngineOptions:
-        """So many GiB of cache and tokens per request; on a CPU, so many MiB."""
+    def options(self, gib: int, tokens: int, *, blocks: int = 600, **more: Any) -> EngineOptions:
+        """So many GiB of cache and tokens per request; on a CPU, so many blocks."""
         if self.chosen.cpu:
             more.pop("attention_backend", None)
-            return EngineOptions(memory_bytes=mib << 20, max_tokens=1024, cpu=True, more=more)
+            more |= {"num_gpu_blocks_override": blocks}
+            return EngineOptions(memory_bytes=1 << 30, max_tokens=1024, cpu=True, more=more)
         eager = self.chosen.eager
         return EngineOptions(memory_bytes=gib << 30, max_tokens=tokens, eager=eager, more=more)
 
@@ -404,7 +405,7 @@ async def packed(table: Table) -> None:
 
         model, prompts, real = str(unpacked(SMOLLM2)), Prompts(40_000), {"load_format": "auto"}
     lengths = table.pick((512, 2048, 8192), (128, 512))
-    options = table.options(56, 9000, mib=512, **real)
+    options = table.options(56, 9000, **real)
     orders = {"rows": "BLHNC", "layers": "LBHNC"}
     variants: dict[str, Any] = {
         f"kvstow, {way}, {name}": (connector("kvstow", layout=order, mapped=way == "mapped"), {})
@@ -534,7 +535,7 @@ async def offload(table: Table) -> None:
         cycle, length = table.pick((160, 512), (24, 128))
         requests = table.pick(table.chosen.requests, 48)
         transfer = tiers(name, table.pick(64 << 30, 64 << 20))
-        server = Server(5900, model, table.options(6, 2048, mib=4), transfer)
+        server = Server(5900, model, table.options(6, 2048, blocks=40), transfer)
         async with running(server) as servers:
             again = [prompts(length + 1) for _ in range(cycle)]
             await answers(asker(servers), again, 1, 32)
@@ -562,7 +563,10 @@ async def conversations(table: Table) -> None:
     talks, turns = table.pick((14, 3) if single else (24, 4), (12, 4))
     first, more, tokens = table.pick((6000, 600, 64), (200, 40, 8))
     limits = {"max_num_seqs": 1} if single else {}
-    small, large = (table.options(8, 10_000, mib=4, **limits), table.options(40, 10_000, **limits))
+    small, large = (
+        table.options(8, 10_000, blocks=40, **limits),
+        table.options(40, 10_000, **limits),
+    )
     host = table.pick(40 << 30, 256 << 20)
     names = table.pick(("none", "OffloadingConnector", "kvstow"), ("none", "kvstow"))
     variants = {name: (small, tiers(name, host)) for name in names}

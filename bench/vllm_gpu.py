@@ -9,9 +9,6 @@ handover   prompts are prefilled in one engine; measured is the time to first to
            with kvstow (rows mapped; by NIXL only; without a digest), NixlPushConnector and
            NixlConnector; beside it the same prompts computed again, and with the prefix cached
            there (the floor)
-others     hand-overs and cached prompts in turns, and requests that decode beside them; only if
-           asked for. To compare two versions of kvstow on one machine, run this file twice, each
-           time with another version first in PYTHONPATH
 failures   what a handed-over request gets whose ticket has expired, is forged, or is of another
            prompt, and whose prefill engine is killed
 damage     what a prompt gets whose rows were damaged in host memory or on disk
@@ -39,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_damage
-from machine import machine
+from machine import as_text, machine
 from vllm_block_sizes import WAYS, measure_block_sizes, sized_pair
 from vllm_engines import (
     MODELS,
@@ -53,11 +50,10 @@ from vllm_engines import (
     versions,
 )
 from vllm_failures import LEASE_SECONDS, measure_damage, measure_failures
-from vllm_others import Copier, others_slowed
+from vllm_others import others_slowed
 from vllm_pairs import Save, Settings, begun, computed_apart, counted, pair, prefilled
 
-USUAL_PARTS = ("handover", "failures", "damage", "block sizes")
-PARTS = (*USUAL_PARTS, "others")
+PARTS = ("handover", "failures", "damage", "block sizes")
 HANDOVER = {
     "kvstow": connector("kvstow"),
     "kvstow, NIXL only": connector("kvstow", mapped=False),
@@ -159,8 +155,6 @@ def wrong_cache_changes_text(prefill: Remote, decode: Remote, settings: Settings
 def measure_handover(engines: list[Remote], *, name: str, settings: Settings, save: Save) -> None:
     """All figures of one connector, with the engines' own beside kvstow's."""
     result: dict[str, Any] = {}
-    is_measured = name == "kvstow" and not settings.options.cpu and not settings.brief
-    copier = Copier() if is_measured else None
     try:
         begun(engines)
         use(engines, settings.prompts, settings.used)
@@ -168,7 +162,7 @@ def measure_handover(engines: list[Remote], *, name: str, settings: Settings, sa
         result |= handed_over(prefill, decode, settings, name=name)
         save(name, result)
         if name != "NixlConnector" and not settings.brief:  # 16 of its hand-overs take a minute
-            result["others"] = others_slowed(prefill, decode, settings, copier)
+            result["others"] = others_slowed(prefill, decode, settings)
         if name == "kvstow":
             changes = wrong_cache_changes_text(prefill, decode, settings)
             result["a_wrong_cache_changes_the_text"] = changes
@@ -177,33 +171,6 @@ def measure_handover(engines: list[Remote], *, name: str, settings: Settings, sa
         result["error"] = repr(error)[:500]
     finally:
         result["shutdown_s"] = [engine.close() for engine in engines]
-        if copier is not None:
-            copier.close()
-    save(name, result)
-
-
-def measure_others(engines: list[Remote], *, name: str, settings: Settings, save: Save) -> None:
-    """First tokens of prompts that are handed over and then cached, and how much others are slowed,
-    of one connector."""
-    result: dict[str, Any] = {}
-    try:
-        begun(engines)
-        use(engines, settings.prompts, settings.used)
-        prefill, decode = engines
-        for length in settings.lengths[:4]:
-            handed, cached, before = [], [], decode.counts()
-            for _ in range(2 * settings.repeats):
-                prompt = settings.prompts(length + 1)
-                job = prefilled(prefill, [prompt])[0]
-                handed.append(decode.first({**job, "max_tokens": 1})["first"])
-                time.sleep(0.1)
-                cached.append(decode.first({"prompt": prompt, "max_tokens": 1})["first"])
-            moved = counted(before, decode.counts())
-            result[str(length)] = {"handed over": spread(handed) | moved, "cached": spread(cached)}
-        result["others"] = others_slowed(prefill, decode, settings, None)
-    finally:
-        for engine in engines:
-            engine.kill()
     save(name, result)
 
 
@@ -213,7 +180,7 @@ def measure_others(engines: list[Remote], *, name: str, settings: Settings, save
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(USUAL_PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--variants", nargs="+", choices=tuple(HANDOVER), default=list(HANDOVER))
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
@@ -260,12 +227,11 @@ def planned(
     (folder / "config.json").write_text(json.dumps(config))
     settings = settings_of(chosen, config)
     save = saver(chosen.json, document, model, part)
-    if part in ("handover", "others"):
-        measure = measure_handover if part == "handover" else measure_others
+    if part == "handover":
         return [
             (
                 pair(str(folder), settings.options, HANDOVER[name]),
-                partial(measure, name=name, settings=settings, save=save),
+                partial(measure_handover, name=name, settings=settings, save=save),
             )
             for name in chosen.variants
         ]
@@ -320,7 +286,7 @@ def saver(file: Path, document: dict[str, Any], model: str, part: str) -> Save:
     def save(name: str, result: dict[str, Any]) -> None:
         document.setdefault(model, {}).setdefault(part, {})[name] = result
         print(f"{model}, {part}, {name}: {json.dumps(result)}", flush=True)
-        file.write_text(json.dumps(document, indent=1) + "\n")
+        file.write_text(as_text(document))
 
     return save
 
