@@ -21,7 +21,7 @@ from kvstow.adapters.transformers import (
     cache_layers,
     cache_name,
 )
-from kvstow.adapters.transformers.inspect import kept_layers, twin_cache
+from kvstow.adapters.transformers.inspect import kept_layers
 from kvstow.adapters.transformers.rows import one_stride
 from kvstow.errors import BlockError, ModelError
 from kvstow.plan.identity import Identity
@@ -32,27 +32,9 @@ from kvstow.testing.tiny_models import FAMILIES, tiny_model
 # ── what a model keeps ────────────────────────────────────────────────────────────────
 
 
-def test_a_dense_model_keeps_keys_and_values_of_its_kv_heads():
-    specs = cache_layers(tiny_model("llama"), block_tokens=4)
-    assert [spec.name for spec in specs] == [f"layers.{i}" for i in range(4)]
-    assert {spec.retention for spec in specs} == {Full()}
-    assert {spec.heads.size for spec in specs} == {2}
-    assert {spec.cell_bytes for spec in specs} == {(8 + 8) * 4}
-
-
 def test_sliding_layers_keep_their_window_and_full_layers_everything():
     specs = cache_layers(tiny_model("gemma3_text"))
     assert [spec.retention for spec in specs] == [Window(24), Window(24), Full(), Window(24)]
-
-
-def test_a_latent_model_is_described_by_what_the_engine_stores():
-    model = tiny_model("deepseek_v3")
-    stored = twin_cache(model).layers[0]
-    spec = cache_layers(model)[0]
-    assert spec.heads.size == stored.keys.shape[1]
-    assert spec.field("k").shape == stored.keys.shape[3:]
-    assert spec.field("v").shape == stored.values.shape[3:]
-    assert spec.payload_bytes == 16 * (stored.keys.nbytes + stored.values.nbytes)
 
 
 def test_a_mixed_layer_keeps_tokens_and_a_state():
@@ -83,16 +65,6 @@ def test_a_compressed_layer_keeps_a_window_entries_and_what_the_next_are_made_of
     assert specs["layers.1.state"].retention == State()
     assert specs["layers.1.state"].field("indexer.overlap_gate").shape == (4, 8)
     assert "layers.0.indexer" not in specs
-
-
-def test_a_layer_of_lightning_attention_keeps_a_state_and_nothing_else():
-    specs = cache_layers(tiny_model("minimax"))
-    assert [(spec.name, spec.retention) for spec in specs] == [
-        ("layers.0", Full()),
-        ("layers.2", Full()),
-        ("layers.1.state", State()),
-        ("layers.3.state", State()),
-    ]
 
 
 def test_a_rank_holds_its_part_of_all_heads_and_a_latent_whole():

@@ -68,6 +68,8 @@ class PrefixStore:
         beginning = Prompt.of(prompt.tokens[:end], salt=prompt.salt, extra=extra)
         try:
             first = self._store.stored_tokens(beginning)
+            if first == end:
+                return
             blocks = memory.ledger.blocks(request)
             for g, group in enumerate(memory.ledger.groups):
                 if not isinstance(group.retention, State):
