@@ -102,6 +102,15 @@ def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     assert ledger.blocks(one)[0].ids[2] != ledger.blocks(two)[0].ids[2]
 
 
+def test_a_fork_copies_the_running_state_at_once() -> None:
+    ledger = ledger_of(*RECURRENT, caching=False)
+    one = ledger.admit(5).request
+    fork = ledger.fork(one)
+    rows = [int(ledger.blocks(r)[1].ids[0]) for r in (one, fork.request)]
+    assert fork.copies == (RowCopy(1, rows[0], rows[1]),)
+    assert rows[0] != rows[1]
+
+
 def test_a_copy_of_a_row_that_nobody_knows_is_not_known_either() -> None:
     ledger = ledger_of(*RECURRENT, caching=False)
     one = ledger.admit(5).request

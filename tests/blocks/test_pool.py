@@ -40,6 +40,16 @@ def test_nobody_can_give_back_the_hold_of_the_quarantine() -> None:
     pool.check()
 
 
+def test_a_quarantine_begins_and_ends_with_another_generation() -> None:
+    pool = Pool(packed_layout((layer("a"),), 4))
+    ids = pool.hold(0, 2)
+    seen = [pool.generations[0][ids].copy()]
+    for change in (pool.quarantine, pool.unquarantine):
+        change(0, ids)
+        assert (pool.generations[0][ids] > seen[-1]).all()
+        seen.append(pool.generations[0][ids].copy())
+
+
 def test_a_row_is_quarantined_once_and_freed_of_it_once() -> None:
     pool = Pool(packed_layout((layer("a"),), 3))
     ids = pool.hold(0, 2)
