@@ -56,6 +56,18 @@ def test_an_index_finds_the_rows_that_a_search_through_all_would(
 # ── hit rules ─────────────────────────────────────────────────────────────────────────
 
 
+def test_full_attention_hits_whole_blocks_short_of_the_last_token() -> None:
+    ledger = ledger_of(layer("a", tokens=4))
+    ids = tokens(16)
+    ledger.release(computed(ledger, Prompt.of(ids)))
+    for length, hit in ((16, 12), (17, 16), (30, 16), (5, 4), (4, 0), (1, 0)):
+        more = (ids + tokens(20, seed=1))[:length]
+        assert ledger.hit_tokens(Prompt.of(more)) == hit, length
+    other = ids.copy()
+    other[6] += 1
+    assert ledger.hit_tokens(Prompt.of(other + ids)) == 4
+
+
 def test_a_recurrent_hit_needs_a_checkpoint_at_exactly_its_length() -> None:
     ledger = ledger_of(layer("a", tokens=2), state("b", tokens=8))
     ids = tokens(30)
