@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -27,7 +28,7 @@ from kvstow.blocks.rows import num_runs
 from kvstow.errors import OutOfBlocks, TraceError
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout
-from kvstow.plan.pack import ANYWHERE, Site, packed, union
+from kvstow.plan.pack import ANYWHERE, Site, packed_as
 from kvstow.plan.retention import Encoder, State
 from kvstow.plan.view import ceil_div
 from kvstow.simulate.trace import TraceRequest, output_of, prompt_of
@@ -51,18 +52,16 @@ def layout_of(
     Under `union` states are kept at the distance of the scaled attention blocks, or no
     prefix of any length would end at both.
     """
-    if policy == "slab":
-        return packed(groups, budget=budget, num_slabs=num_slabs, site=site)
-    layout = union(groups, budget=budget, num_slabs=num_slabs, site=site)
+    pack = partial(packed_as, policy, budget=budget, num_slabs=num_slabs, site=site)
+    layout = pack(groups)
     attention = [
         rows.group.block_tokens
         for rows in layout.groups
         if not isinstance(rows.group.retention, State)
     ]
-    if not attention or len(attention) == len(layout.groups):
+    if policy == "slab" or not attention or len(attention) == len(layout.groups):
         return layout
-    spaced = [_spaced(group, max(attention)) for group in groups]
-    return union(spaced, budget=budget, num_slabs=num_slabs, site=site)
+    return pack([_spaced(group, max(attention)) for group in groups])
 
 
 def _spaced(group: Group, block_tokens: int) -> Group:
