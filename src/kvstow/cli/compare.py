@@ -1,7 +1,6 @@
 """`kvstow compare`: one model under many orders, packings, splits, block sizes and dtypes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -324,35 +323,25 @@ def compare(
             f"{len(deployments) * len(choices):,} layouts, {MOST_LAYOUTS:,} at most are compared"
             f"{HINT}name fewer values"
         )
+    for each in deployments:
+        each.facts()
+    plans = [(each, _planned(each, rank)) for each in deployments]
+    possible = (each for each, plan in plans if isinstance(plan, Plan))
     report = CompareReport(
-        first=_first(deployments, rank),
-        layouts=[each for one in deployments for each in _compared(one, rank, choices)],
+        first=options.on_rank(next(possible, deployments[0]), rank),
+        layouts=[ComparedLayout.of(*each, *choice) for each, choice in product(plans, choices)],
     )
     if html is not None:
         write_file(html, report.page(command_line(context)), "page")
     return report
 
 
-def _first(deployments: list[Deployment], rank: int) -> Plan:
-    """What the rank holds in the first deployment that can be; ends if none can."""
-    for each in deployments:
-        each.facts()
-    for each in deployments:
-        with suppress(ModelError, PlanError):
-            each.on_rank(rank)
-            return options.on_rank(each, rank)
-    return options.on_rank(deployments[0], rank)
-
-
-def _compared(
-    deployment: Deployment, rank: int, choices: Sequence[tuple[Order, Packing]]
-) -> Iterator[ComparedLayout]:
-    """The layouts of one deployment; of one that cannot be, the reason on each."""
+def _planned(deployment: Deployment, rank: int) -> Plan | str:
+    """What the rank holds, or why it can hold nothing."""
     try:
-        plan = deployment.on_rank(rank)
+        return deployment.on_rank(rank)
     except (ModelError, PlanError) as error:
-        plan = str(error)
-    return (ComparedLayout.of(deployment, plan, *choice) for choice in choices)
+        return str(error)
 
 
 def _figures(plan: Plan) -> dict[str, Any]:

@@ -115,6 +115,10 @@ class Gpu:
         return Gpu(text.strip(), nbytes)
 
 
+NO_GPU = Gpu("GPU", 0)
+"""Of a question that names none."""
+
+
 # ── what an engine takes beside weights and cache ─────────────────────────────────────
 
 EngineName = Literal["vllm", "none"]
@@ -169,46 +173,19 @@ class Engine:
             if getattr(self, what) is not None:
                 check_count(what, getattr(self, what), error=PlanError)
 
-    def share(self, gpu_bytes: int) -> int:
+    def share(self, gpu: Gpu) -> int:
         """The bytes that weights, cache and everything else may take together."""
         hidden = HIDDEN_BYTES if self.name == "vllm" else 0
-        return int((gpu_bytes - hidden) * self.utilization)
+        return int((gpu.nbytes - hidden) * self.utilization)
 
-    def loaded(self, config: Config, weights: int) -> int:
-        """What weights of so many bytes take once they are loaded."""
-        if self.name == "none" or config.model_type != "gpt_oss":
-            return weights
-        inner = config.count("intermediate_size", "hidden_size")
-        return weights * align_up(inner, MXFP4_MULTIPLE) // inner
-
-    def batch(self, gpu: str, gpu_bytes: int) -> tuple[int, int]:
+    def batch(self, gpu: Gpu) -> tuple[int, int]:
         """Tokens of one step, and requests that may run, as vLLM's server chooses them."""
-        is_large = gpu_bytes >= LARGE_BYTES and "a100" not in gpu.lower()
+        is_large = gpu.nbytes >= LARGE_BYTES and "a100" not in gpu.name.lower()
         tokens, seqs = (8192, 1024) if is_large else (2048, 256)
-        if gpu_bytes >= LARGEST_BYTES:
+        if gpu.nbytes >= LARGEST_BYTES:
             tokens = 16384
         tokens = self.max_batched_tokens or tokens
         return tokens, min(self.max_num_seqs or seqs, tokens)
-
-    def overhead(
-        self, config: Config, *, tp: int, talks: bool, gpu: str, gpu_bytes: int
-    ) -> dict[str, Range]:
-        """What is neither weights nor cache, by term; empty where the engine has none. A rank
-        `talks` that is not the only one of its replica, or shares experts with others."""
-        if self.reserve is not None:
-            return {"reserve": (self.reserve, self.reserve)}
-        if self.name == "none":
-            return {}
-        tokens, seqs = self.batch(gpu, gpu_bytes)
-        step = 2 * tokens * _step_elements(config, tp)
-        logits = seqs * vocabulary(config)
-        extra = RANK_OUTSIDE_BYTES if talks else (0, 0)
-        return {
-            "activations": (step, 2 * step),
-            "sampling": (LOGIT_BYTES[0] * logits, LOGIT_BYTES[1] * logits),
-            "outside": (OUTSIDE_BYTES[0] + extra[0], OUTSIDE_BYTES[1] + extra[1]),
-            "graphs": GRAPH_BYTES,
-        }
 
 
 def _step_elements(config: Config, tp: int) -> int:
@@ -315,7 +292,7 @@ class SizeQuestion:
     output_tokens: int = 0
     shared_tokens: int = 0
     requests: int | None = None
-    gpu: Gpu | None = None
+    gpu: Gpu = NO_GPU
     engine: Engine = field(default_factory=Engine)
     kv_dtypes: tuple[str | None, ...] = (None,)
     dp: int | None = None
@@ -343,7 +320,11 @@ class SizeQuestion:
     @property
     def loaded_bytes(self) -> int:
         """All weights, as the engine keeps them."""
-        return self.engine.loaded(self.config, self.weights.nbytes)
+        nbytes = self.weights.nbytes
+        if self.engine.name == "none" or self.config.model_type != "gpt_oss":
+            return nbytes
+        inner = self.config.count("intermediate_size", "hidden_size")
+        return nbytes * align_up(inner, MXFP4_MULTIPLE) // inner
 
     @property
     def mean_tokens(self) -> int:
@@ -351,18 +332,27 @@ class SizeQuestion:
         return max(self.tokens - self.output_tokens // 2, 1)
 
     def overhead(self, *, shares_experts: bool = False) -> dict[str, Range]:
-        """What the engine takes beside weights and cache, by term; nothing without a GPU."""
-        gpu, split = self.gpu, self.deployment
-        if gpu is None:
+        """What is neither weights nor cache, by term; nothing without a GPU or an engine."""
+        engine, split = self.engine, self.deployment
+        if engine.reserve is not None and self.gpu is not NO_GPU:
+            return {"reserve": (engine.reserve, engine.reserve)}
+        if engine.name == "none" or self.gpu is NO_GPU:
             return {}
+        tokens, seqs = engine.batch(self.gpu)
+        step = 2 * tokens * _step_elements(self.config, split.tp)
+        logits = seqs * vocabulary(self.config)
         talks = split.num_ranks > 1 or shares_experts
-        return self.engine.overhead(
-            self.config, tp=split.tp, talks=talks, gpu=gpu.name, gpu_bytes=gpu.nbytes
-        )
+        extra = RANK_OUTSIDE_BYTES if talks else (0, 0)
+        return {
+            "activations": (step, 2 * step),
+            "sampling": (LOGIT_BYTES[0] * logits, LOGIT_BYTES[1] * logits),
+            "outside": (OUTSIDE_BYTES[0] + extra[0], OUTSIDE_BYTES[1] + extra[1]),
+            "graphs": GRAPH_BYTES,
+        }
 
     def usable(self, *, shares_experts: bool = False) -> Range:
         """What a GPU has for weights and cache: at least, and at most."""
-        share = self.engine.share(0 if self.gpu is None else self.gpu.nbytes)
+        share = self.engine.share(self.gpu)
         terms = self.overhead(shares_experts=shares_experts).values()
         return share - sum(high for _, high in terms), share - sum(low for low, _ in terms)
 
@@ -423,9 +413,8 @@ class SizeQuestion:
 
     def _in_blocks(self, plan: Plan, nbytes: int, tokens: int) -> tuple[int, float]:
         """Requests of so many tokens in vLLM's blocks, and its concurrency."""
-        gpu = Gpu("", 0) if self.gpu is None else self.gpu
         steps = self.deployment.pp + self.engine.async_scheduling
-        in_flight = steps * self.engine.batch(gpu.name, gpu.nbytes)[0]
+        in_flight = steps * self.engine.batch(self.gpu)[0]
         fit = partial(vllm_concurrency, plan.groups, nbytes, in_flight=in_flight)
         return int(fit(tokens, shared_tokens=self.shared_tokens)), fit(self.tokens)
 

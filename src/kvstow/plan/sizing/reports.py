@@ -28,7 +28,7 @@ from kvstow.plan.sizing.capacity import (
     request_bytes,
     stored_bytes,
 )
-from kvstow.plan.sizing.cluster import Gpu, SizeQuestion, Sizing
+from kvstow.plan.sizing.cluster import NO_GPU, SizeQuestion, Sizing
 from kvstow.plan.sizing.plan import Deployment, Plan
 from kvstow.plan.spec import DType
 from kvstow.text import human, plural, table
@@ -269,7 +269,7 @@ class SizeReport:
             "output_tokens": question.output_tokens,
             "shared_tokens": question.shared_tokens,
             "requests": question.requests,
-            "gpu": None if gpu is None else {"name": gpu.name, "bytes": gpu.nbytes},
+            "gpu": None if gpu is NO_GPU else {"name": gpu.name, "bytes": gpu.nbytes},
             "engine": question.engine.name,
             "utilization": question.engine.utilization,
             "weights": {
@@ -293,12 +293,12 @@ def size_report(question: SizeQuestion) -> SizeReport:
     """The answer: what fits on a GPU, what requests need, the fewest GPUs for them, or a store."""
     if question.requests_per_hour is not None:
         return _store(question, question.requests_per_hour)
-    if question.gpu is None:
+    if question.gpu is NO_GPU:
         return _memory(question)
-    return _fit(question, question.gpu) if question.requests is None else _cluster(question)
+    return _fit(question) if question.requests is None else _cluster(question)
 
 
-def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
+def _fit(question: SizeQuestion) -> SizeReport:
     """How many requests fit on GPUs: for certain, and at most."""
     least, most = question.usable()
     low, high = question.sized(least), question.sized(most, tokens=question.mean_tokens)
@@ -306,7 +306,7 @@ def _fit(question: SizeQuestion, gpu: Gpu) -> SizeReport:
     kv_tokens = tuple(int(each.concurrency * question.tokens) for each in (low, high))
     own = low.own_requests, high.own_requests
     caches = low.limiting.cache_bytes, high.limiting.cache_bytes
-    parts = [_stages(low), _terms(question, gpu, low, high), *_repeated(low)]
+    parts = [_stages(low), _terms(question, low, high), *_repeated(low)]
     if high.max_requests:
         each = f", on each of {low.dp} replicas" if low.dp > 1 else ""
         counts = (
@@ -364,13 +364,13 @@ def _fitting(question: SizeQuestion, low: Sizing, high: Sizing) -> str:
     )
 
 
-def _terms(question: SizeQuestion, gpu: Gpu, low: Sizing, high: Sizing) -> str:
+def _terms(question: SizeQuestion, low: Sizing, high: Sizing) -> str:
     """Where the memory of one GPU goes, on the fullest rank."""
     engine, caches = question.engine, (low.limiting.cache_bytes, high.limiting.cache_bytes)
     seen = "what vLLM sees" if engine.name == "vllm" else "it"
     rows = [
-        ("one GPU", human(gpu.nbytes), ""),
-        (f"{engine.utilization:.0%} of {seen}", human(engine.share(gpu.nbytes)), ""),
+        ("one GPU", human(question.gpu.nbytes), ""),
+        (f"{engine.utilization:.0%} of {seen}", human(engine.share(question.gpu)), ""),
         ("weights", human(low.limiting.weights_bytes), ""),
         *((name, human(each[0]), human(each[1])) for name, each in question.overhead().items()),
         ("cache", *(human(n) if n >= 0 else f"-{human(-n)}" for n in caches)),
@@ -410,11 +410,10 @@ def _cluster(question: SizeQuestion) -> SizeReport:
     figures: dict[str, Any] = {"clusters": [_split(each) for each in splits]}
     best = question.fewest()
     if best is None:
-        name = "GPU" if question.gpu is None else question.gpu.name
         return SizeReport(
             question=question,
             kind="cluster",
-            answer=f"no split that was tried has room on {name} for {load}.",
+            answer=f"no split that was tried has room on {question.gpu.name} for {load}.",
             fits=False,
             figures=figures,
         )
@@ -498,7 +497,7 @@ def _requests(question: SizeQuestion, requests: int) -> str:
 
 def _gpus(question: SizeQuestion, sizing: Sizing) -> str:
     """`8 × h100 (tp 4, dp 2, bfloat16 cache)`."""
-    split, gpu = sizing.deployment, "GPU" if question.gpu is None else question.gpu.name
+    split = sizing.deployment
     sizes = [("tp", split.tp), ("pp", split.pp), ("dp", sizing.dp)]
     parts = [f"{name} {number}" for name, number in sizes if number > 1 or name == "tp"]
     parts += ["experts shared"] if sizing.shares_experts else []
@@ -507,7 +506,7 @@ def _gpus(question: SizeQuestion, sizing: Sizing) -> str:
     cache = f"{sizing.kv_dtype} cache"
     if named is not None and named.dtype is not None:
         cache += f" as the checkpoint's {named.key} says"
-    return f"{sizing.num_gpus:,} × {gpu} ({', '.join((*parts, cache))})"
+    return f"{sizing.num_gpus:,} × {question.gpu.name} ({', '.join((*parts, cache))})"
 
 
 def _reservations(question: SizeQuestion) -> str:
