@@ -140,7 +140,7 @@ def test_an_engine_that_has_slept_hands_over_again_and_finds_its_rows(
 ):
     """The cache's memory goes and comes back empty; rows in host memory stay."""
     prefill = Engine(connector, in_process=in_process, host_bytes=1 << 20)
-    decode = Engine(connector, in_process=in_process)
+    decode = Engine(connector, in_process=in_process, contact_seconds=1.0)
     prefill.compute(request("p"), [7, 8, 9, 10, 11])
     drained(prefill)
     kept = prefill.views["b"].clone()

@@ -253,18 +253,20 @@ class Recall(PrefixSource):
         request = self._requests.get(id)
         return request is not None and num_tokens >= request.due and not self.stores.is_full
 
-    def computed(self, id: str, num_tokens: int, ids: BlockIds) -> None:
-        """With the step that is planned, so many tokens of a request are in these blocks."""
+    def computed(self, id: str, num_tokens: int, ids: BlockIds) -> int:
+        """With the step that is planned, so many tokens of a request are in these blocks. How many
+        rows there is no room for now."""
         request = self._requests.get(id)
         if request is None:
-            return
+            return 0
         if request.stage == "loading":
             request.stage = "answered"
         num_tokens = self._num_keyed(request, num_tokens)
         self._announce(request, num_tokens)
-        for g in range(len(self._groups)):
-            self._queue(request, g, num_tokens, ids[g])
+        each = range(len(self._groups))
+        num_left = sum(self._queue(request, g, num_tokens, ids[g]) for g in each)
         self._note_due(request)
+        return num_left
 
     def _num_keyed(self, request: RecalledRequest, num_tokens: int) -> int:
         """Of the first tokens, those whose blocks have keys."""
@@ -277,15 +279,19 @@ class Recall(PrefixSource):
                 request.request, request.keys, request.announced, num_tokens
             )
 
-    def _queue(self, request: RecalledRequest, g: int, num_tokens: int, ids: Sequence[int]) -> None:
-        first = request.passed[g]
+    def _queue(self, request: RecalledRequest, g: int, num_tokens: int, ids: Sequence[int]) -> int:
+        """Queue rows that are wanted, as far as there is room; how many are left."""
+        first, num_left = request.passed[g], 0
         keys = request.keys.of(self._groups[g].block_tokens, num_tokens, first)
         for k, (key, block) in enumerate(zip(keys, ids[first:], strict=False), first):
+            is_wanted = block > 0 and self._is_wanted(g, k, key)
             if self.stores.is_full:
-                return
+                num_left += is_wanted
+                continue
             request.passed[g] = k + 1
-            if block > 0 and self._is_wanted(g, k, key):
+            if is_wanted:
                 self.stores.add(RowToStore(request.request.id, g, key, block))
+        return num_left
 
     def _is_wanted(self, g: int, block: int, key: bytes) -> bool:
         """Whether a row is neither kept nor on its way, and some return needs it."""
@@ -334,24 +340,18 @@ class Recall(PrefixSource):
             self.forget(id)
             return
         request.passed, request.announced = [0] * len(self._groups), 0
-        self.computed(id, num_tokens, ids)
+        self._lost(self.computed(id, num_tokens, ids))
         self.forget(id)
         self._note(request, num_tokens)
         num_tokens = self._num_keyed(request, num_tokens)
-        left = sum(
-            self._is_wanted(g, k, keys[k])
-            for g, group in enumerate(self._groups)
-            for keys in [request.keys.of(group.block_tokens, num_tokens)]
-            for k in range(request.passed[g], min(len(keys), len(ids[g])))
-            if ids[g][k] > 0
-        )
-        self._lost(left)
-        each_key = tuple(tuple(request.keys.of(g.block_tokens, num_tokens)) for g in self._groups)
-        self._engine.step.hints += [
-            HintedRows(action=action, seconds=seconds, keys=each_key)
-            for action, seconds in request.request.hints
-            if action is not None and action != "prefetch"
-        ]
+        for action, seconds in request.request.hints:
+            if action is not None and action != "prefetch":
+                keys = tuple(
+                    tuple(request.keys.of(g.block_tokens, num_tokens)) for g in self._groups
+                )
+                self._engine.step.hints.append(
+                    HintedRows(action=action, seconds=seconds, keys=keys)
+                )
 
     def _note(self, request: RecalledRequest, num_tokens: int) -> None:
         """Have the journal remember a prompt; one that is too slow costs prompts, not steps."""
