@@ -44,17 +44,14 @@ class Listener(RankPart):
     """Hears, in a thread of its own, what the scheduler's side tells between steps. It holds `lock`
     while it acts: then no step does."""
 
-    def __init__(self, lock: threading.RLock) -> None:
-        self._lock = lock
+    def __init__(self, lock: threading.RLock, offers: RankOffers, pulls: RankPulls) -> None:
+        self._lock, self._offers, self._pulls = lock, offers, pulls
         self._inbox = Inbox()
         self._is_open = True
         self.address = self._inbox.address
-
-    def start(self, offers: RankOffers, pulls: RankPulls) -> None:
-        """From now on offers and early pulls are heard."""
         guarded_thread(
             "kvstow-mail",
-            lambda: self._listen(offers, pulls),
+            self._listen,
             on_broken=lambda error: self._inbox.close(),  # nobody can write to it and wait
         ).start()
 
@@ -62,25 +59,25 @@ class Listener(RankPart):
         """Something has come of a pull."""
         self.address.wake()
 
-    def _listen(self, offers: RankOffers, pulls: RankPulls) -> None:
+    def _listen(self) -> None:
         while True:
             message = self._inbox.receive(None if self._is_open else 0)
             with self._lock:
                 if not self._is_open and message is None:
                     return self._inbox.close()
                 try:
-                    self._hear(message, offers, pulls)
+                    self._hear(message)
                 except KvstowError:
                     log.exception("mail of the scheduler's")
 
-    def _hear(self, message: object, offers: RankOffers, pulls: RankPulls) -> None:
+    def _hear(self, message: object) -> None:
         match message:
             case OfferBlocks():
-                offers.hear(message)
+                self._offers.hear(message)
             case EarlyPull():
-                pulls.hear(message)
+                self._pulls.hear(message)
             case _:
-                pulls.resume()
+                self._pulls.resume()
 
     def close(self) -> None:
         """Hear nothing any more; the thread ends soon."""
@@ -145,13 +142,6 @@ class WorkerSide:
         """Make an agent over the arena, and who uses it."""
         rank, options, layout = self.rank, self.rank.options, self.rank.arena.layout
         blocks, keys = LeasedGenerations(layout), options.keys()
-        listener = Listener(self._lock)
-
-        def wake() -> None:
-            self._news.set()
-            listener.wake()
-
-        rank.wake = wake
         self.agent = agent = Agent(
             rank.arena,
             blocks,
@@ -165,9 +155,15 @@ class WorkerSide:
             self._tiers.watch(agent.telemetry)
         self.pulls = RankPulls(rank, agent, blocks)
         self.offers = RankOffers(rank, agent, blocks)
-        self._movers = [listener, self.pulls, self.offers]
         agent.start()
-        listener.start(self.offers, self.pulls)
+        listener = Listener(self._lock, self.offers, self.pulls)
+
+        def wake() -> None:
+            self._news.set()
+            listener.wake()
+
+        rank.wake = wake
+        self._movers = [listener, self.pulls, self.offers]
         if layout.tp[0] == layout.pp[0] == 0:  # the first rank asks peers for all
             self._movers.append(PeerClient(rank, agent, broken=self.pulls.broken_peers))
         self.endpoint = WorkerEndpoint(
