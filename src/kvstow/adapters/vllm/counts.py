@@ -85,7 +85,6 @@ VLLM_INFO = Count.CONFIG_INFO
 VLLM_HISTOGRAMS = (Count.PULL_SECONDS, Count.LOAD_SECONDS)
 """Durations that the connector notes, one by one."""
 
-SECONDS = frozenset(VLLM_HISTOGRAMS)
 VLLM_COUNTERS = tuple(each for each in Count if each not in (*VLLM_HISTOGRAMS, VLLM_INFO))
 
 

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from kvstow.adapters.vllm.bases import ConnectorStats, PrometheusMetrics
-from kvstow.adapters.vllm.counts import SECONDS, VLLM_COUNTERS, VLLM_HISTOGRAMS, VLLM_INFO
+from kvstow.adapters.vllm.counts import VLLM_COUNTERS, VLLM_HISTOGRAMS, VLLM_INFO
 from kvstow.adapters.vllm.engine import EngineConfig
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.observe import DURATIONS
@@ -25,7 +25,10 @@ class KvstowStats(ConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """Numbers for vLLM's log: of durations their sum."""
-        return {name: sum(value) if name in SECONDS else value for name, value in self.data.items()}
+        return {
+            name: sum(value) if name in VLLM_HISTOGRAMS else value
+            for name, value in self.data.items()
+        }
 
     def is_empty(self) -> bool:
         return not self.data
@@ -64,7 +67,7 @@ class KvstowMetrics(PrometheusMetrics):
         for what, value in transfer_stats_data.items():
             name, _, label = what.partition(" ")
             metric = self._metrics[name].labels(*engine, *([label] if label else []))
-            if name in SECONDS:
+            if name in VLLM_HISTOGRAMS:
                 for seconds in value:
                     metric.observe(seconds)
             else:

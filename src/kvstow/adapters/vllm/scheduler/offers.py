@@ -16,7 +16,6 @@ from kvstow.adapters.vllm.protocol import (
     prompt_digest,
 )
 from kvstow.adapters.vllm.scheduler.parts import EngineState
-from kvstow.errors import BlockError
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.tickets.ticket import Ticket
@@ -47,10 +46,6 @@ class PinnedBlocks:
     def unpin(self, blocks: Mapping[int, Blocks]) -> None:
         """A lease is over; blocks that no other lease keeps begin a new generation."""
         for group, listed in blocks.items():
-            if (self._leases[group][listed.ids] < 1).any():
-                raise BlockError(
-                    f"group {group}: some of blocks {listed.ids[:8].tolist()} are not pinned"
-                )
             self._leases[group][listed.ids] -= 1
             over = listed.ids[self._leases[group][listed.ids] == 0]
             self._generations[group][over] += 1
