@@ -225,7 +225,7 @@ def rates(name: str, server: ServerProcess, num_rows: int, rounds: int) -> dict[
             assert tier.flush(120)
 
         def loaded(keys: list[bytes] = keys) -> None:
-            assert tier.load(0, keys, into).all(), (tier.misses.now, tier.writes.dropped)
+            assert tier.load(0, keys, into).all(), (tier.misses.now, tier.writes.dropped.now)
 
         assert not tier.contains(0, keys).any()
         put = {"bare_put": lambda names=names: bare.put(names, rows), "tier_put": stored}
@@ -236,7 +236,7 @@ def rates(name: str, server: ServerProcess, num_rows: int, rounds: int) -> dict[
         taken |= in_turns(cold, number)
         assert tier.contains(0, keys).all()
         taken |= in_turns(get, number)
-        assert tier.writes.dropped == {}
+        assert tier.writes.dropped.now == {}
         assert (into[-1] == rows[-1]).all()
         if number:  # the first round connects and warms up
             for what, took in taken.items():

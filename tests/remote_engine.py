@@ -70,7 +70,7 @@ def main():
         cache.batch.release()
         assert store.flush(60)
         said = {"found": found, "answer": answer[0, tokens.shape[1] :].tolist()}
-        said |= {"misses": store.remote.misses.now, "dropped": store.remote.writes.dropped}
+        said |= {"misses": store.remote.misses.now, "dropped": store.remote.writes.dropped.now}
         said |= {
             "layouts": len(store.remote._directory.layouts),
             "stored": store.remote.counts.stored_rows,

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from kvstow.errors import SpecError, StoreError
-from kvstow.offload.remote.calls import Tallies
 from kvstow.offload.store import Store
-from kvstow.offload.tier import Bools, Bytes, TierChain
+from kvstow.offload.tier import Bools, Bytes, Tallies, load_from_first, store_in_all
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import TOKEN_ORDERED, Identity
 from kvstow.plan.layout import Layout
@@ -85,7 +84,7 @@ class ChunkStore:
             store = self.open(size)
             rows = [_padded(chunks[i], store.layout.row_bytes(0)) for i in places]
             keys = self._keys([names[i] for i in places], size)
-            kept[places] = TierChain(store.tiers).store(0, keys, rows)
+            kept[places] = store_in_all(store.tiers, 0, keys, rows)
         return kept
 
     def load(self, names: Sequence[bytes], chunks: Sequence[Bytes]) -> Bools:
@@ -96,7 +95,7 @@ class ChunkStore:
             rows = [_padded(chunks[i], store.layout.row_bytes(0)) for i in places]
             before = _reasons(store)
             keys = self._keys([names[i] for i in places], size)
-            here = TierChain(store.tiers).load(0, keys, rows)
+            here = load_from_first(store.tiers, 0, keys, rows)
             self._count_misses(store, int((~here).sum()), before)
             loaded[places] = here
             for i, row in zip(places, rows, strict=True):
@@ -125,7 +124,7 @@ class ChunkStore:
     def evict(self, names: Sequence[bytes]) -> int:
         """Forget chunks; how many were there."""
         return sum(
-            TierChain(store.tiers).evict(0, self._keys(names, size))
+            max(tier.evict(0, self._keys(names, size)) for tier in store.tiers)
             for size, store in self._stores_by_size()
         )
 

@@ -181,7 +181,7 @@ def _checked(source: Arena, destination: Arena, copies: Copies) -> Copies:
 def _check_inside(offsets: Ints, nbytes: Ints, regions: tuple[Run, ...], what: str) -> None:
     """CopyError unless each range has bytes, all of them inside one region."""
     starts = np.array([run.offset for run in regions], np.int64)
-    ends = np.array([run.end for run in regions], np.int64)
+    ends = starts + np.array([run.nbytes for run in regions], np.int64)
     at = np.searchsorted(starts, offsets, side="right") - 1 if len(regions) > 1 else 0
     bad = (nbytes < 1) | (offsets < starts[at]) | (nbytes > ends[at] - offsets)
     if bad.any():

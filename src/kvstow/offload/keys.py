@@ -16,6 +16,7 @@ a store has no tokens to compare, so its keys are wide enough not to need them.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -98,7 +99,41 @@ def _sized(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-# ── the rows of a prompt ──────────────────────────────────────────────────────────────
+# ── all keys of a prompt ──────────────────────────────────────────────────────────────────
+
+
+class PromptKeys:
+    """The keys of one prompt wherever a block of one of some sizes ends, and at its own end.
+
+    A key is a hash, so a store cannot tell from the key of a block which blocks of another size
+    have the same tokens. Whoever knows the prompt can.
+    """
+
+    def __init__(self, identity: Identity, prompt: Prompt, sizes: Iterable[int]) -> None:
+        self.num_tokens = len(prompt)
+        ends = {size: range(size, len(prompt) + 1, size) for size in sizes}
+        ordered = sorted({len(prompt)}.union(*ends.values()) - {0})
+        self._keys = dict(zip(ordered, keys_at(identity, prompt, ordered), strict=True))
+        self._blocks = {size: [self._keys[end] for end in each] for size, each in ends.items()}
+
+    def key_at(self, end: int) -> bytes | None:
+        """The key of the first `end` tokens, if a block of one of the sizes ends there."""
+        return self._keys.get(end)
+
+    def of_blocks(self, size: int) -> list[bytes]:
+        """The keys of all whole blocks of one of the sizes."""
+        return self._blocks[size]
+
+    @cached_property
+    def _ends(self) -> dict[bytes, int]:
+        return {key: end for end, key in self._keys.items()}
+
+    def end_of(self, key: bytes) -> int | None:
+        """How many tokens a key names; None for a key of another prompt."""
+        return self._ends.get(key)
+
+
+# ── the rows of a prompt ──────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,15 +148,9 @@ class PromptRows:
     """The rows that a prompt has in the groups of a layout, and their keys, each made once."""
 
     def __init__(self, layout: Layout, identity: Identity, prompt: Prompt) -> None:
-        self._identity, self._prompt = identity, prompt
+        self._num_tokens = len(prompt)
         self.groups = tokenwise_groups(layout)
-        self._by_size: dict[int, list[bytes]] = {}
-
-    def keys(self, block_tokens: int) -> list[bytes]:
-        """The keys of all whole blocks of so many tokens."""
-        if block_tokens not in self._by_size:
-            self._by_size[block_tokens] = block_keys(self._identity, self._prompt, block_tokens)
-        return self._by_size[block_tokens]
+        self.keys = PromptKeys(identity, prompt, {group.block_tokens for _, group in self.groups})
 
     def seen(self, num_tokens: int) -> dict[int, Keyed]:
         """The blocks of each group that the token at `num_tokens` sees, with their keys.
@@ -132,17 +161,15 @@ class PromptRows:
         blocks: dict[int, Keyed] = {}
         for g, group in self.groups:
             seen = seen_blocks(group.retention, num_tokens, group.block_tokens)
-            keys, index = self.keys(group.block_tokens)[seen.start : seen.stop], [*seen]
+            keys, index = self.keys.of_blocks(group.block_tokens)[seen.start : seen.stop], [*seen]
             if num_tokens % group.block_tokens:
+                last = self.keys.key_at(num_tokens)
+                assert last is not None, f"no prefix of {num_tokens} tokens was found"
                 is_state = isinstance(group.retention, State)
-                keys = [*([] if is_state else keys), self.key_at(num_tokens)]
+                keys = [*([] if is_state else keys), last]
                 index = [*([] if is_state else index), num_tokens // group.block_tokens]
             blocks[g] = Keyed(keys, np.array(index, np.int64))
         return blocks
-
-    def key_at(self, num_tokens: int) -> bytes:
-        """The key of so many tokens."""
-        return keys_at(self._identity, self._prompt, [num_tokens])[0]
 
     def longest(
         self,
@@ -153,18 +180,18 @@ class PromptRows:
         """The longest beginning, at most `most` tokens, whose rows a store `contains`, and for
         which blocks are listed where there are any: all of the prompt, or whole blocks of every
         group."""
-        if most >= len(self._prompt) and self._has_all(contains, into):
-            return len(self._prompt)
+        if most >= self._num_tokens and self._has_all(contains, into):
+            return self._num_tokens
         groups = dict(self.groups)
 
         def holds(g: int, num_blocks: int) -> Bools:
             group = groups[g]
-            there = contains(g, self.keys(group.block_tokens)[:num_blocks])
+            there = contains(g, self.keys.of_blocks(group.block_tokens)[:num_blocks])
             if into is not None and not isinstance(group.retention, State):
                 there &= np.isin(np.arange(num_blocks), into[g].index)
             return there
 
-        return longest_prefix(self.groups, min(most, len(self._prompt)), holds)
+        return longest_prefix(self.groups, min(most, self._num_tokens), holds)
 
     def _has_all(
         self,
@@ -172,7 +199,7 @@ class PromptRows:
         into: Mapping[int, Blocks] | None,
     ) -> bool:
         """Whether a prompt that ends inside a block is kept as a whole."""
-        end = len(self._prompt)
+        end = self._num_tokens
         if all(end % group.block_tokens == 0 for _, group in self.groups):
             return False  # the prefix law sees it all
         for g, keyed in self.seen(end).items():
@@ -191,34 +218,3 @@ def tokenwise_groups(layout: Layout) -> list[tuple[int, Group]]:
         for g, rows in enumerate(layout.groups)
         if not isinstance(rows.group.retention, Encoder)
     ]
-
-
-# ── keys at every block end ───────────────────────────────────────────────────────────
-
-
-class PromptKeys:
-    """The keys of one prompt by the token that they end at.
-
-    A key is a hash, so a store cannot tell from the key of a block which blocks of another size
-    have the same tokens. Whoever knows the prompt can.
-    """
-
-    def __init__(self, identity: Identity, prompt: Prompt, sizes: Iterable[int]) -> None:
-        self.num_tokens = len(prompt)
-        ends = {end for size in sizes for end in range(size, len(prompt) + 1, size)}
-        ordered = sorted(ends | {len(prompt)}) if len(prompt) else []
-        self._keys = dict(zip(ordered, keys_at(identity, prompt, ordered), strict=True))
-        self._ends = {key: end for end, key in self._keys.items()}
-
-    @property
-    def keys(self) -> Iterable[bytes]:
-        """All keys, by their ends."""
-        return self._keys.values()
-
-    def key_at(self, end: int) -> bytes | None:
-        """The key of the first `end` tokens, if a block of one of the sizes ends there."""
-        return self._keys.get(end)
-
-    def end_of(self, key: bytes) -> int | None:
-        """How many tokens a key names; None for a key of another prompt."""
-        return self._ends.get(key)

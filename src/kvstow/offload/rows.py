@@ -150,15 +150,14 @@ def _strided(rows: PlacedGroup, stride: int) -> PlacedGroup:
 
 
 class RowMapping:
-    """Rows of group `group` of one layout, and of the group of the same layers of another."""
+    """Blocks of a group of one layout, and rows of the group of the same layers of another."""
 
-    def __init__(self, here: Layout, group: int, there: Layout, there_group: int) -> None:
-        self.same = same_rows(here, group, there, there_group)
-        self._here, self._group = here, group
-        self._there, self._there_group = there, there_group
+    def __init__(self, here: Layout, group: int, there: Layout) -> None:
+        self.there_group = matching_group(here, group, there)
+        self._here, self._group, self._there = here, group, there
         self._routes: tuple[Route, Route] | None = None
-        if not self.same:
-            one, other = only(here, group), only(there, there_group)
+        if not same_rows(here, group, there, self.there_group):
+            one, other = only(here, group), only(there, self.there_group)
             self._routes = plan_route(one, other), plan_route(other, one)
 
     def out(self, ids: Ints, there_ids: Ints) -> Copies:
@@ -179,16 +178,16 @@ class RowMapping:
         """The bytes `[start, end)` of a row of the other layout that are a block's, ascending."""
         here, there = (
             np.array([NULL_SLABS * layout.groups[g].rows_per_slab])
-            for layout, g in ((self._here, self._group), (self._there, self._there_group))
+            for layout, g in ((self._here, self._group), (self._there, self.there_group))
         )
         copies = self.out(here, there)
-        first = copies.destination - starts(self._there, self._there_group, there)
+        first = copies.destination - starts(self._there, self.there_group, there)
         return tuple(sorted(zip(first.tolist(), (first + copies.nbytes).tolist(), strict=True)))
 
     def _direct(self, ids: Ints, there_ids: Ints) -> Copies:
         nbytes = np.full(len(ids), self._here.row_bytes(self._group))
         here = starts(self._here, self._group, ids)
-        return Copies(here, starts(self._there, self._there_group, there_ids), nbytes)
+        return Copies(here, starts(self._there, self.there_group, there_ids), nbytes)
 
     def _routed(self, way: Route, source: Ints, destination: Ints) -> Copies:
         """Rows as if they were one request's blocks, one after the other; a summary or an

@@ -25,7 +25,6 @@ from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.offload.copies.jobs import MoverJob
 from kvstow.offload.copies.mover import Mover
-from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
@@ -38,7 +37,6 @@ from kvstow.offload.rows import check_joinable, matching_group
 from kvstow.offload.tier import (
     Bools,
     Tier,
-    TierChain,
     check_process,
     held_by_any,
     known_identity,
@@ -80,7 +78,6 @@ class Store:
         disk_bytes: int | str | None = None,
         remote: str | None = None,
         identity: Identity | None = None,
-        files: Files | None = None,
         journal: JournalKind = "digests",
         journal_path: str | Path | None = None,
     ) -> None:
@@ -100,7 +97,6 @@ class Store:
         if remote is not None:
             parse(remote)
         self._given_identity = identity
-        self._files = files
         self.journal: Journal | None = None
         noted = self._path if journal_path is None else _directory(journal_path)
         if noted is not None and journal != "off":
@@ -110,7 +106,6 @@ class Store:
         self.disk: DiskTier | None = None
         self.remote: RemoteTier | None = None
         self._tiers: tuple[Tier, ...] = ()
-        self._below: TierChain | None = None
         self._movers: dict[int, tuple[Arena, Mover]] = {}
         """By the arena's id: the arena is kept, so its id stays its own."""
         self._is_closed = False
@@ -123,15 +118,14 @@ class Store:
         layout: Layout | None = None,
         *,
         capacity: int | str | None = None,
-        files: Files | None = None,
     ) -> Self:
         """The store in a directory, bound to `layout`, or to its own where none is given.
 
         A new store needs `layout` and `capacity`. One that is there keeps its own layout;
         another one of the same computation is joined to it by a route, anything else is refused.
         """
-        store = cls(disk=path, disk_bytes=capacity, files=files)
-        store._use(DiskTier(path, layout, capacity=store._disk_bytes, files=files), layout)
+        store = cls(disk=path, disk_bytes=capacity)
+        store._use(DiskTier(path, layout, capacity=store._disk_bytes), layout)
         return store
 
     # ── binding ───────────────────────────────────────────────────────────────────
@@ -151,12 +145,8 @@ class Store:
                 return self
             disk = None
             if self._path is not None:
-                disk = DiskTier(
-                    _folder(self._path, layout),
-                    layout,
-                    capacity=self._disk_bytes,
-                    files=self._files,
-                )
+                folder = _folder(self._path, layout)
+                disk = DiskTier(folder, layout, capacity=self._disk_bytes)
             self._use(disk, layout)
             return self
 
@@ -177,9 +167,8 @@ class Store:
             self.remote = None
             raise
         self.disk = disk
-        lower: list[Tier] = [tier for tier in (disk, self.remote) if tier is not None]
-        self._tiers = tuple([self.host, *lower] if self.host is not None else lower)
-        self._below = TierChain(lower) if lower else None
+        tiers = (self.host, self.disk, self.remote)
+        self._tiers = tuple(tier for tier in tiers if tier is not None)
 
     @property
     def layout(self) -> Layout:
@@ -189,7 +178,9 @@ class Store:
     @property
     def identity(self) -> Identity:
         """The computation that makes the rows."""
-        return known_identity(self.layout, None, "a store")
+        identity = self.layout.identity
+        assert identity is not None  # which every tier has made sure of
+        return identity
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -214,7 +205,10 @@ class Store:
                     mover.close()
                     del self._movers[number]
             if id(arena) not in self._movers:
-                self._movers[id(arena)] = arena, Mover(arena, self.host, self._below)
+                self._movers[id(arena)] = (
+                    arena,
+                    Mover(arena, self.host, *(t for t in self._tiers if t is not self.host)),
+                )
             return self._movers[id(arena)][1]
 
     def watch(self, telemetry: Telemetry) -> None:
@@ -249,13 +243,14 @@ class Store:
             listed, last = running, running.ids[(running.index == whole) & (rest > 0)]
             if isinstance(group.retention, State):
                 listed, last = _NONE, running.ids[: len(prompt) > 0]
-            keys = rows.keys(group.block_tokens)
+            keys = rows.keys.of_blocks(group.block_tokens)
             at = listed.index < len(keys)
             numbers: list[int] = listed.index[at].tolist()
             chain = links(keys)
             named, where = [keys[k] for k in numbers], [chain[k] for k in numbers]
-            if len(last):
-                named, where = [*named, rows.key_at(len(prompt))], [*where, ChainLink()]
+            end = rows.keys.key_at(len(prompt))
+            if len(last) and end is not None:
+                named, where = [*named, end], [*where, ChainLink()]
             ids = np.append(listed.ids[at], last)
             count += int(_result(mover.store(g, ids, named, where)).sum())
         self.note(prompt, makes)

@@ -9,10 +9,10 @@ keep a row; it promises never to return another one.
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
-from operator import add, attrgetter
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstow.errors import StoreError
 from kvstow.offload.disk.format import ChainLink
-from kvstow.offload.rows import Bytes, check_same_rows
+from kvstow.offload.rows import Bytes
 from kvstow.plan.identity import HINT, Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
@@ -59,31 +59,39 @@ class Counts:
     """Rows that could not be written, or were read and not what they should have been."""
 
 
-@dataclass(slots=True)
-class Counter:
-    """Counts that several threads add to."""
+class Tallies:
+    """Numbers by name that several threads add to."""
 
-    _now: Counts = Counts()
-    _lock: Lock = field(default_factory=Lock)
+    def __init__(self) -> None:
+        self._now: Counter[str] = Counter()
+        self._lock = Lock()
 
-    @property
-    def now(self) -> Counts:
-        return self._now
+    def add(self, name: str, count: int = 1) -> None:
+        if count:
+            with self._lock:
+                self._now[name] += count
 
-    def add(self, more: Counts) -> None:
-        with self._lock:
-            self._now = Counts(*map(add, _numbers(self._now), _numbers(more)))
+    def add_rows(self, what: str, num_rows: int, row_bytes: int) -> None:
+        """So many rows were "stored" or "loaded"."""
+        self.add(f"{what}_rows", num_rows)
+        self.add(f"{what}_bytes", num_rows * row_bytes)
 
     def add_load(self, num_keys: int, num_rows: int, row_bytes: int) -> None:
         """A load has found so many of its rows."""
-        self.add(Counts(num_rows, num_keys - num_rows, 0, 0, num_rows, num_rows * row_bytes))
+        self.add("hits", num_rows)
+        self.add("misses", num_keys - num_rows)
+        self.add_rows("loaded", num_rows, row_bytes)
+
+    @property
+    def now(self) -> dict[str, int]:
+        """The numbers at this moment."""
+        with self._lock:
+            return dict(sorted(self._now.items()))
 
 
-_numbers = attrgetter(*Counts.__slots__)
-
-
-class KeyedRows(Protocol):
-    """Rows by key. `rows` are flat byte arrays, one per key, as long as the group's row."""
+class Tier(Protocol):
+    """One place that keeps rows by key. `rows` are flat byte arrays, one per key, as long as the
+    group's row."""
 
     @property
     def name(self) -> str: ...
@@ -119,10 +127,6 @@ class KeyedRows(Protocol):
         """Forget rows; how many were here."""
         ...
 
-
-class Tier(KeyedRows, Protocol):
-    """One place that keeps rows."""
-
     @property
     def usage(self) -> Usage: ...
 
@@ -134,48 +138,42 @@ class Tier(KeyedRows, Protocol):
         ...
 
 
-class TierChain:
-    """Several tiers of the same rows as one, the fastest first.
+# ── several tiers of the same rows, the fastest first ─────────────────────────────────────
 
-    A row is stored in all of them and loaded from the first that has it.
-    """
 
-    name = "chain"
+def held_by_any(tiers: Sequence[Tier], group: int, keys: Sequence[bytes]) -> Bools:
+    """Which rows are in one of the tiers; a later tier is asked only for what is still lacking."""
+    present = np.zeros(len(keys), bool)
+    for tier in tiers:
+        if not present.all():
+            present[~present] = tier.contains(group, select(keys, ~present))
+    return present
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        self.tiers = tuple(tiers)
-        for tier in self.tiers[1:]:
-            check_same_rows(self.layout, tier.name, tier.layout)
 
-    @property
-    def layout(self) -> Layout:
-        return self.tiers[0].layout
+def store_in_all(
+    tiers: Sequence[Tier],
+    group: int,
+    keys: Sequence[bytes],
+    rows: Sequence[Bytes],
+    links: Sequence[ChainLink] = (),
+) -> Bools:
+    """Keep rows in every tier; which of them some tier keeps now."""
+    kept = np.zeros(len(keys), bool)
+    for tier in reversed(tiers):
+        kept |= tier.store(group, keys, rows, links)
+    return kept
 
-    def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
-        return held_by_any(self.tiers, group, keys)
 
-    def store(
-        self,
-        group: int,
-        keys: Sequence[bytes],
-        rows: Sequence[Bytes],
-        links: Sequence[ChainLink] = (),
-    ) -> Bools:
-        kept = np.zeros(len(keys), bool)
-        for tier in reversed(self.tiers):
-            kept |= tier.store(group, keys, rows, links)
-        return kept
-
-    def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
-        present = np.zeros(len(keys), bool)
-        for tier in self.tiers:
-            if not present.all():
-                left = ~present
-                present[left] = tier.load(group, select(keys, left), select(rows, left))
-        return present
-
-    def evict(self, group: int, keys: Sequence[bytes]) -> int:
-        return max(tier.evict(group, keys) for tier in self.tiers)
+def load_from_first(
+    tiers: Sequence[Tier], group: int, keys: Sequence[bytes], rows: Sequence[Bytes]
+) -> Bools:
+    """Copy each row out of the first tier that has it; which of them were there."""
+    present = np.zeros(len(keys), bool)
+    for tier in tiers:
+        if not present.all():
+            left = ~present
+            present[left] = tier.load(group, select(keys, left), select(rows, left))
+    return present
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +263,3 @@ def select(each: Sequence[_T], mask: Bools) -> list[_T]:
     """Those of the keys, or whatever there is one of per row, whose positions are true; none of
     none."""
     return list(compress(each, mask.tolist()))
-
-
-def held_by_any(tiers: Sequence[Tier], group: int, keys: Sequence[bytes]) -> Bools:
-    """Which rows are in one of the tiers; a later tier is asked only for what is still lacking."""
-    present = np.zeros(len(keys), bool)
-    for tier in tiers:
-        if not present.all():
-            present[~present] = tier.contains(group, select(keys, ~present))
-    return present

@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from kvstow.blocks.prompt import Prompt
@@ -50,6 +52,10 @@ class WhyEnded:
         return "\n".join(filter(None, lines))
 
 
+Said = Callable[..., WhyEnded]
+"""An answer about one prompt: `reason`, `text`, and whatever else is known."""
+
+
 def compared_identity(stored: Identity, checkpoint: Identity) -> tuple[Identity, str]:
     """The identity to look for in a store on behalf of a checkpoint, and what was not compared.
 
@@ -84,113 +90,95 @@ def why_ended(
     journal: Journal | None, prompt: Prompt, identity: Identity, found_tokens: int, unit: int
 ) -> WhyEnded:
     """Say why only `found_tokens` of a prompt are found, by blocks of `unit` tokens."""
-    about = _About(prompt, identity, found_tokens)
+    said: Said = partial(WhyEnded, num_tokens=len(prompt), found_tokens=found_tokens)
     whole = len(prompt) // unit * unit
     if found_tokens and found_tokens >= whole:
         which = "" if found_tokens == len(prompt) else " in whole blocks"
-        return about.said("found", f"all {found_tokens} tokens{which} are stored")
+        return said(reason="found", text=f"all {found_tokens} tokens{which} are stored")
     if not whole:
         text = f"{len(prompt)} tokens fill no block of {unit}, and only whole blocks are compared"
-        return about.said("short", text)
+        return said(reason="short", text=text)
     alike = journal.alike(prompt) if journal is not None else []
     own = [each for each in alike if each.identity == identity.digest]
     others = [each for each in alike if each.identity != identity.digest]
     shared = own[0].shared_tokens if own else 0
     if others and others[0].shared_tokens > max(shared, found_tokens):
-        return about.another(others[0])
+        return _another(said, identity, others[0])
     if shared > found_tokens:
-        return about.evicted(own[0])
+        text = (
+            f"{shared} of these tokens were stored {_ago(own[0].at)}; behind token "
+            f"{found_tokens} rows are gone: evicted, pruned, dropped as damaged, or not yet written"
+        )
+        return said(reason="evicted", text=text, stored_at=own[0].at)
     if own and (shared or own[0].tokens is not None):
-        return about.differs(_nearest(own, prompt))
+        return _differs(said, prompt, max(own, key=lambda one: _common(one, prompt)))
     if journal is None or not journal.path.exists():
         text = (
             f"nothing behind token {found_tokens} is stored, and there is no journal that says "
             "whether it ever was; `Store(journal_path=DIR)` keeps one, --journal DIR names one"
         )
-        return about.said("unknown", text)
-    return about.said("never stored", f"no stored prompt begins with the first {unit} tokens")
+        return said(reason="unknown", text=text)
+    text = f"no stored prompt begins with the first {unit} tokens"
+    return said(reason="never stored", text=text)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _About:
-    """The prompt in question, and how much of it is stored."""
-
-    prompt: Prompt
-    identity: Identity
-    num_hit: int
-
-    def said(self, reason: Reason, text: str, **more: Any) -> WhyEnded:
-        return WhyEnded(
-            num_tokens=len(self.prompt), found_tokens=self.num_hit, reason=reason, text=text, **more
-        )
-
-    def another(self, other: RecordedPrompt) -> WhyEnded:
-        """The tokens were stored, under another adapter, salt or computation."""
-        ours, stored = self.identity.fields, other.fields
-        differences = tuple(
-            (name, stored.get(name), ours.get(name))
-            for name in stored | ours
-            if stored.get(name) != ours.get(name)
-        )
-        names = {name for name, _, _ in differences}
-        reason: Reason = "identity"
-        if names == {"salt"}:
-            reason = "salt"
-        elif names <= {"adapter", "salt"}:
-            reason = "adapter"
-        words = "; ".join(
-            f"{name} is {shown(there)} there, {shown(here)} here"
-            for name, there, here in differences
-        )
-        text = f"{other.shared_tokens} of these tokens were stored {_ago(other.at)}, but {words}"
-        return self.said(reason, text, differences=differences, stored_at=other.at)
-
-    def evicted(self, own: RecordedPrompt) -> WhyEnded:
-        text = (
-            f"{own.shared_tokens} of these tokens were stored {_ago(own.at)}; behind token "
-            f"{self.num_hit} rows are gone: evicted, pruned, dropped as damaged, or not yet written"
-        )
-        return self.said("evicted", text, stored_at=own.at)
-
-    def differs(self, own: RecordedPrompt) -> WhyEnded:
-        """The nearest stored prompt has other tokens from somewhere on, or ends."""
-        at = own.shared_tokens
-        if own.tokens is not None:
-            at = _first_difference(own, self.prompt)
-            if at < min(len(own.tokens), len(self.prompt)):
-                stored, own_token = int(own.tokens[at]), int(self.prompt.tokens[at])
-                return self.said(
-                    "differs",
-                    f"token {at} is {own_token}, and {stored} in the prompt stored {_ago(own.at)}",
-                    token=at,
-                    token_before=at + 1,
-                    stored_token=stored,
-                    asked_token=own_token,
-                    stored_at=own.at,
-                )
-        if at >= own.num_tokens:
-            text = f"the prompt stored {_ago(own.at)} ends after {own.num_tokens} tokens in blocks"
-            return self.said("never stored", text, stored_at=own.at)
-        return self.said(
-            "differs",
-            f"a token in [{at}, {at + own.step}) differs from the prompt stored {_ago(own.at)}",
-            token=at,
-            token_before=at + own.step,
-            stored_at=own.at,
-        )
+def _another(said: Said, identity: Identity, other: RecordedPrompt) -> WhyEnded:
+    """The tokens were stored, under another adapter, salt or computation."""
+    ours, stored = identity.fields, other.fields
+    differences = tuple(
+        (name, stored.get(name), ours.get(name))
+        for name in stored | ours
+        if stored.get(name) != ours.get(name)
+    )
+    names = {name for name, _, _ in differences}
+    reason: Reason = "identity"
+    if names == {"salt"}:
+        reason = "salt"
+    elif names <= {"adapter", "salt"}:
+        reason = "adapter"
+    words = "; ".join(
+        f"{name} is {shown(there)} there, {shown(here)} here" for name, there, here in differences
+    )
+    text = f"{other.shared_tokens} of these tokens were stored {_ago(other.at)}, but {words}"
+    return said(reason=reason, text=text, differences=differences, stored_at=other.at)
 
 
-def _nearest(own: list[RecordedPrompt], prompt: Prompt) -> RecordedPrompt:
-    """The stored prompt with the longest common beginning, to the token where that is known."""
-    return max(own, key=lambda each: (each.shared_tokens, _first_difference(each, prompt)))
+def _differs(said: Said, prompt: Prompt, own: RecordedPrompt) -> WhyEnded:
+    """The nearest stored prompt has other tokens from somewhere on, or ends."""
+    at = own.shared_tokens
+    if own.tokens is not None:
+        _, at = _common(own, prompt)
+        if at < min(len(own.tokens), len(prompt)):
+            stored, token = int(own.tokens[at]), int(prompt.tokens[at])
+            return said(
+                reason="differs",
+                text=f"token {at} is {token}, and {stored} in the prompt stored {_ago(own.at)}",
+                token=at,
+                token_before=at + 1,
+                stored_token=stored,
+                asked_token=token,
+                stored_at=own.at,
+            )
+    if at >= own.num_tokens:
+        text = f"the prompt stored {_ago(own.at)} ends after {own.num_tokens} tokens in blocks"
+        return said(reason="never stored", text=text, stored_at=own.at)
+    return said(
+        reason="differs",
+        text=f"a token in [{at}, {at + own.step}) differs from the prompt stored {_ago(own.at)}",
+        token=at,
+        token_before=at + own.step,
+        stored_at=own.at,
+    )
 
 
-def _first_difference(recorded: RecordedPrompt, prompt: Prompt) -> int:
+def _common(recorded: RecordedPrompt, prompt: Prompt) -> tuple[int, int]:
+    """How many tokens two prompts begin alike with: whole blocks, and to the token where that is
+    known."""
     if recorded.tokens is None:
-        return recorded.shared_tokens
+        return recorded.shared_tokens, recorded.shared_tokens
     count = min(len(recorded.tokens), len(prompt))
     unlike = recorded.tokens[:count] != prompt.tokens[:count]
-    return int(unlike.argmax()) if unlike.any() else count
+    return recorded.shared_tokens, int(unlike.argmax()) if unlike.any() else count
 
 
 def _ago(at: float) -> str:

@@ -23,7 +23,7 @@ def made(order: Order = "BLHNC", folder: Path | None = None) -> tuple[Arena, Hos
     arena.bytes.copy_(torch.arange(arena.nbytes) % 251)
     disk = DiskTier(folder, layout, capacity=1 << 24, threads=0) if folder else None
     host = HostTier(disk.layout if disk else layout, capacity=1 << 20)
-    return arena, host, Mover(arena, host, disk, limits=STEPWISE, checked=True)
+    return arena, host, Mover(arena, host, *filter(None, [disk]), limits=STEPWISE, checked=True)
 
 
 def stored(mover: Mover, group: int, ids: list[int]) -> list[bytes]:

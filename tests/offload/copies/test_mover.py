@@ -14,7 +14,7 @@ from kvstow.offload.copies.jobs import JobKind, JobQueue, MoverJob
 from kvstow.offload.copies.mover import Limits, Mover
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.tier import Counts, TierChain, Usage
+from kvstow.offload.tier import Counts, Usage
 from offloading import IDENTITY, hybrid, key, row_bytes
 from waiting import wait_for
 
@@ -71,7 +71,7 @@ def setting():
     movers = []
 
     def mover(**options):
-        movers.append(Mover(arena, host, options.pop("below", below), **options))
+        movers.append(Mover(arena, host, *options.pop("below", [below]), **options))
         return movers[-1]
 
     yield layout, arena, host, below, mover
@@ -188,7 +188,7 @@ def test_a_disk_that_fails_while_rows_are_demoted_leaves_the_store_whole(tmp_pat
     layout, arena, _host, _, make = setting
     files = FaultyFiles(lambda op, n: Fails() if op == "write" and n > 2 else None)
     disk = DiskTier(tmp_path, layout, capacity=MIB, files=files)
-    mover = make(below=disk)
+    mover = make(below=[disk])
     ids = ids_of(layout, 0, 20)
     for i in ids:
         mover.store(0, [i], keys_of(0, [i])).result(20)
@@ -361,7 +361,7 @@ def copies(monkeypatch):
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_no_more_parts_than_workers_are_under_way_in_a_direction(setting, copies, workers):
     layout, _, _, _, make = setting
-    mover = make(below=None, limits=Limits(workers=workers, part_bytes=1))
+    mover = make(below=[], limits=Limits(workers=workers, part_bytes=1))
     now, most, lock = {}, {}, threading.Lock()
 
     def before(source, destination):
@@ -383,7 +383,7 @@ def test_no_more_parts_than_workers_are_under_way_in_a_direction(setting, copies
 
 def test_blocked_stores_do_not_hold_up_a_load(setting, copies):
     layout, _, host, _, make = setting
-    mover = make(below=None, limits=Limits(workers=2, part_bytes=1))
+    mover = make(below=[], limits=Limits(workers=2, part_bytes=1))
     ids = ids_of(layout, 0, 12)
     mover.store(0, ids[:4], keys_of(0, ids[:4])).result(20)
     go = threading.Event()
@@ -415,7 +415,7 @@ def test_blocked_demotion_does_not_hold_up_a_store(setting):
 def test_each_direction_has_bounds_of_its_own(setting, copies):
     layout, _, host, _, make = setting
     row = host.layout.row_bytes(0)
-    mover = make(below=None, limits=Limits(workers=1, max_bytes=3 * row, part_bytes=1))
+    mover = make(below=[], limits=Limits(workers=1, max_bytes=3 * row, part_bytes=1))
     ids = ids_of(layout, 0, 4)
     mover.store(0, ids[:3], keys_of(0, ids[:3])).result(20)
     assert mover.drain(20)
@@ -471,7 +471,7 @@ def test_misuse_is_refused_before_anything_moves(setting):
         MoverJob(JobKind.LOAD, 0, [b"a"], np.array([1])).result(0)
 
 
-@pytest.mark.parametrize("between", ["nothing", "a chain"])
+@pytest.mark.parametrize("between", ["nothing", "a tier"])
 def test_a_tier_below_of_another_order_is_refused_though_its_rows_are_as_long(tmp_path, between):
     """A directory keeps the order that it was made with. A host tier made for the arena's order
     took its rows for its own: every byte of them arrived in the wrong place."""
@@ -482,11 +482,7 @@ def test_a_tier_below_of_another_order_is_refused_though_its_rows_are_as_long(tm
     try:
         assert host.layout.row_bytes(0) == below.layout.row_bytes(0)
         with pytest.raises(StoreError, match=r"other rows .* order BLHNC, above BHLNC"):
-            Mover(
-                Arena(layout),
-                host,
-                below if between == "nothing" else TierChain([Slow(host.layout), below]),
-            )
+            Mover(Arena(layout), host, *[Slow(host.layout)][: between == "a tier"], below)
     finally:
         below.close()
         host.close()

@@ -55,7 +55,7 @@ def loaded(tier, numbers):
 def test_rows_go_by_age_and_size_and_manifests_stay(url):
     tier = tier_of(url)
     stored(tier, range(8))
-    client, nbytes = tier.client, tier._objects[0].nbytes
+    client, nbytes = tier.client, tier._own.objects(0).nbytes
     assert collect(client, most=4 * nbytes).rows == 0  # all of them are young
     done = collect(client, most=5 * nbytes, clock=later)
     assert (done.rows, done.nbytes, done.left.nbytes) == (3, 3 * nbytes, 5 * nbytes)
@@ -96,7 +96,7 @@ def test_a_tenant_above_its_limit_loses_its_own_rows_only(valkey_url):
     large, small = tier_of(valkey_url, "large"), tier_of(valkey_url, "small")
     stored(small, range(2))
     stored(large, range(6))
-    nbytes = large._objects[0].nbytes
+    nbytes = large._own.objects(0).nbytes
     done = collect(large.client, most_by_tenant=3 * nbytes, clock=later)
     assert done.rows == 3
     assert done.left.tenants == {"large": 3 * nbytes, "small": 2 * nbytes}
@@ -113,7 +113,7 @@ def test_a_writer_above_a_limit_is_refused_with_the_numbers(url, caplog, what):
     with caplog.at_level(logging.WARNING, "kvstow.offload"):
         for n in range(6):
             stored(tier, [n])
-    assert tier.writes.dropped == {"quota": 2}
+    assert tier.writes.dropped.now == {"quota": 2}
     who = "tenant 'shared'" if what == "tenant_bytes" else "the store"
     assert f"{who} has {4 * nbytes:,} of {4 * nbytes:,} bytes, {nbytes:,} more" in caplog.text
     collect(tier.client, most=nbytes, clock=later)
@@ -129,7 +129,7 @@ def test_rows_that_wait_to_be_written_count_against_a_limit(valkey_url):
     taken = tier.store(0, KEYS[:8], [numbered_row(tier, 0, n) for n in range(8)])
     assert tier.flush(20)
     assert (taken.sum(), tier.counts.stored_rows) == (4, 4)
-    assert tier.writes.dropped == {"quota": 4}
+    assert tier.writes.dropped.now == {"quota": 4}
     assert sum(row.facts.nbytes for row in rows_in(tier.client)) == 4 * nbytes
     tier.close()
 
@@ -138,9 +138,9 @@ def test_a_new_writer_learns_from_the_collector_how_full_a_store_is(valkey_url):
     first = tier_of(valkey_url)
     stored(first, range(6))
     collect(first.client)
-    second = tier_of(valkey_url, max_bytes=6 * first._objects[0].nbytes)
+    second = tier_of(valkey_url, max_bytes=6 * first._own.objects(0).nbytes)
     stored(second, [7])
-    assert second.writes.dropped == {"quota": 1}
+    assert second.writes.dropped.now == {"quota": 1}
     for one in (first, second):
         one.close()
 
@@ -156,7 +156,7 @@ def test_a_collector_whose_clock_was_ahead_is_forgotten_at_the_next_count(valkey
     collect(tier.client)
     tier.refresh()
     stored(tier, [7])
-    assert tier.writes.dropped == {}
+    assert tier.writes.dropped.now == {}
     tier.close()
 
 
@@ -164,7 +164,7 @@ def test_a_collector_beside_writers_and_readers_never_makes_a_wrong_row(valkey_u
     monkeypatch.setattr(collecting, "YOUNG_SECONDS", 0.0)
     writer, reader = tier_of(valkey_url), tier_of(valkey_url)
     over, errors, rounds = Event(), [], 0
-    nbytes = writer._objects[0].nbytes
+    nbytes = writer._own.objects(0).nbytes
 
     def collected():
         client, _ = open_client(valkey_url)

@@ -168,13 +168,13 @@ def test_rows_that_a_full_store_refuses_are_counted_and_never_called_stored(tmp_
         tier.store(0, KEYS, rows_of(tier))
         assert tier.flush(20)
         assert tier.counts.stored_rows == 2
-        assert tier.writes.dropped == {NO_ROOM: 4}
+        assert tier.writes.dropped.now == {NO_ROOM: 4}
         assert not tier.breaker.is_open  # it answers: what it has is still read
         assert loaded(tier) == [True] * 2 + [False] * 4
         stranger = tier_of(server, tenant="stranger")  # not even its manifest fits
         stranger.store(0, KEYS, rows_of(stranger))
         assert stranger.flush(20)
         assert stranger.counts.stored_rows == 0
-        assert stranger.writes.dropped == {NO_ROOM: 6}
+        assert stranger.writes.dropped.now == {NO_ROOM: 6}
         for one in (tier, stranger):
             one.close()

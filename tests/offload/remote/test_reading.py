@@ -26,7 +26,7 @@ def saved(url, layout, num_tokens=TOKENS):
     with Store(remote=url) as store:
         store.save(arena, blocks, _first(num_tokens))
         assert store.flush(20)
-        assert store.remote.writes.dropped == {}
+        assert store.remote.writes.dropped.now == {}
 
 
 def _first(num_tokens):
@@ -171,7 +171,7 @@ def test_the_keys_of_a_prompt_are_those_of_its_blocks():
     assert keys.key_at(5) is None
     assert keys.end_of(block_keys(IDENTITY, PROMPT, 6)[1]) == 12
     assert keys.end_of(b"another") is None
-    assert list(PromptKeys(IDENTITY, Prompt.of(np.arange(0)), [4]).keys) == []
+    assert PromptKeys(IDENTITY, Prompt.of(np.arange(0)), [4]).of_blocks(4) == []
 
 
 # ── what a block need not hold ────────────────────────────────────────────────────────

@@ -86,7 +86,7 @@ def test_threads_live_on_after_an_error_that_nobody_foresaw(valkey_url):
         wait_for(lambda: not tier.breaker.is_open)
     stored(tier, [4])
     assert all(loaded(tier, [0, 1, 2, 4]))
-    assert tier.writes.dropped["failed"] >= 1
+    assert tier.writes.dropped.now["failed"] >= 1
     tier.close()
 
 
@@ -155,7 +155,7 @@ def test_a_store_that_is_dead_from_the_start_is_misses_and_dropped_rows(tmp_path
         store.host.evict(0, KEYS)
         assert store.stored_tokens(PROMPT) == 0
         wait_for(lambda: store.remote.breaker.is_open)
-        assert set(store.remote.writes.dropped) == {"unreachable"}
+        assert set(store.remote.writes.dropped.now) == {"unreachable"}
 
 
 def test_a_dead_store_is_asked_a_few_times_and_then_left_alone(tmp_path):
@@ -221,7 +221,7 @@ def test_one_slow_look_up_drops_no_writes(valkey_url):
     client.gates["exists"].set()
     assert taken.all()
     assert tier.flush(20)
-    assert tier.writes.dropped == {}
+    assert tier.writes.dropped.now == {}
     tier.options = RemoteOptions(budget=10.0)
     assert loaded(tier) == [True] * 4 + [False] * 2
     assert tier.breaker.times_opened == 0
@@ -324,7 +324,7 @@ def test_writes_never_wait_and_what_does_not_fit_is_dropped_and_counted(valkey_u
     client.gates["put"] = Event()
     taken = tier.store(0, KEYS, [numbered_row(tier, 0, n) for n in range(6)])
     assert 0 < taken.sum() < 6
-    assert tier.writes.dropped == {"queue full": int(6 - taken.sum())}
+    assert tier.writes.dropped.now == {"queue full": int(6 - taken.sum())}
     assert tier.store(0, KEYS[:1], [numbered_row(tier, 0, 0)]).all()  # on its way already
     client.gates["put"].set()
     assert tier.flush(20)
@@ -359,10 +359,10 @@ def test_rows_that_a_full_store_refuses_are_counted_and_the_others_are_read(tmp_
             one.store(0, KEYS, [numbered_row(one, 0, n) for n in range(6)])
             assert one.flush(20)
         assert tier.counts.stored_rows == 2
-        assert tier.writes.dropped == {NO_ROOM: 4}
+        assert tier.writes.dropped.now == {NO_ROOM: 4}
         assert "rows are not written: no room for" in caplog.text
         assert stranger.counts.stored_rows == 0
-        assert stranger.writes.dropped == {NO_ROOM: 6}
+        assert stranger.writes.dropped.now == {NO_ROOM: 6}
         assert not tier.breaker.is_open
         assert loaded(tier) == [True] * 2 + [False] * 4
         tier.client._redis.config_set("maxmemory", "0")
@@ -494,9 +494,10 @@ def test_wrong_objects_are_misses_to_other_layouts_too(url):
 
 
 @pytest.mark.parametrize("change", [flipped, lambda data: data[:-1], lambda data: data[:0]])
-def test_a_manifest_that_is_not_what_its_name_says_is_not_used(valkey_url, change):
-    tier = tier_of(valkey_url)
+def test_a_manifest_that_is_not_what_its_name_says_is_not_used_and_others_are(valkey_url, change):
+    tier, other = tier_of(valkey_url), tier_of(valkey_url, layout_of(order="BLNHC"))
     stored(tier)
+    other._publish()
     client, _ = open_client(valkey_url)
     writer = WriterLayout.of(layout_of())
     name = f"{tier._directory.base}/manifest/{writer.fingerprint}"
@@ -505,7 +506,8 @@ def test_a_manifest_that_is_not_what_its_name_says_is_not_used(valkey_url, chang
     client.put([Blob(name, change(data))])
     reader = tier_of(valkey_url, layout_of(order="BHLNC"))
     assert not reader.contains(0, KEYS).any()
-    for one in (tier, reader, client):
+    assert [each.fingerprint for each in reader._directory.layouts] == [other._own.fingerprint]
+    for one in (tier, other, reader, client):
         one.close()
 
 

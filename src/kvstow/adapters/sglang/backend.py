@@ -22,8 +22,7 @@ from kvstow.adapters.sglang.hits import leading, restorable_pages, trailing
 from kvstow.adapters.sglang.options import SETTINGS, HiCacheOptions, adapters_name, rank_name
 from kvstow.adapters.sglang.pages import HostPages, HostPool
 from kvstow.errors import KvstowError, SpecError
-from kvstow.offload.remote.calls import Tallies
-from kvstow.offload.tier import Bools, log
+from kvstow.offload.tier import Bools, Tallies, log
 from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, Retention
 

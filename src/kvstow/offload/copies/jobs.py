@@ -10,7 +10,7 @@ A job's copies start after what its submitter's stream had been given by then (`
 import heapq
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
 from threading import Condition, Event, Lock
@@ -122,30 +122,15 @@ class JobPart:
     nbytes: int
 
 
-@dataclass(slots=True, order=True)
-class _Waiting:
-    """A job in the queue, and the parts that are left of it."""
-
-    due: int
-    """Bytes that had been taken from the queue when it came, and its own."""
-    number: int
-    job: MoverJob = field(compare=False)
-    row_bytes: int = field(compare=False)
-    cuts: list[slice] = field(compare=False)
-    """What is left, the last part first."""
-
-    def cut(self) -> JobPart:
-        positions = self.cuts.pop()
-        return JobPart(self.job, positions, (positions.stop - positions.start) * self.row_bytes)
-
-
 class JobQueue:
     """Jobs of one kind. Bounded: a disk that is slow to take rows in keeps none from host memory,
     whose jobs wait in another queue."""
 
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._heap: list[_Waiting] = []
+        self._heap: list[tuple[int, int, JobPart]] = []
+        """Parts that stand in line. First goes that whose job is due first: by the bytes that had
+        been taken from the queue when the job came, and its own."""
         self._nbytes = 0
         """Bytes that stand in line or are on their way."""
         self._taken_bytes = 0
@@ -157,7 +142,7 @@ class JobQueue:
 
     def __len__(self) -> int:
         """Parts that stand in line."""
-        return sum(len(waiting.cuts) for waiting in self._heap)
+        return len(self._heap)
 
     def put(self, job: MoverJob, row_bytes: int, rows_per_part: int) -> None:
         """The whole job stands in line, or none of it: raises StoreError when it is full."""
@@ -174,13 +159,13 @@ class JobQueue:
                     blocks=job.blocks,
                 )
             job.expect_parts(len(starts))
-            if not starts:
-                return
-            cuts = [slice(at, min(at + rows_per_part, len(job.keys))) for at in reversed(starts)]
             due = self._taken_bytes + nbytes
-            heapq.heappush(self._heap, _Waiting(due, next(self._numbers), job, row_bytes, cuts))
+            for at in starts:
+                count = min(rows_per_part, len(job.keys) - at)
+                part = JobPart(job, slice(at, at + count), count * row_bytes)
+                heapq.heappush(self._heap, (due, next(self._numbers), part))
             self._nbytes += nbytes
-            self._ready.notify(len(cuts))
+            self._ready.notify(len(starts))
 
     def take(self, *, wait: bool = True) -> JobPart | None:
         """The next part; None when the queue is closed, or at once where nobody is to wait."""
@@ -189,10 +174,7 @@ class JobQueue:
                 self._ready.wait()
             if self._is_closed or not self._heap:
                 return None
-            first = self._heap[0]
-            part = first.cut()
-            if not first.cuts:
-                heapq.heappop(self._heap)
+            _, _, part = heapq.heappop(self._heap)
             self._taken_bytes += part.nbytes
             return part
 
@@ -207,8 +189,7 @@ class JobQueue:
         """Nobody takes or puts any more; what was left."""
         with self._lock:
             self._is_closed = True
-            left = [waiting.cut() for waiting in self._heap for _ in tuple(waiting.cuts)]
-            self._heap = []
+            left, self._heap = [part for _, _, part in self._heap], []
             self._ready.notify_all()
             return left
 

@@ -4,7 +4,7 @@
     load     host → arena; what the host lacks: below → host → arena
 
 Without a host tier rows pass through a window, in which they are reserved and never kept, and a
-store is over when the tier below has them. So do rows for which a host tier has no room.
+store is over when the tiers below have them. So do rows for which a host tier has no room.
 
 A job's blocks are held (where a pool is given) from submission until `reap`, so none of them is
 handed out for writing while bytes move. A job that fails names its blocks; nothing else stops.
@@ -39,8 +39,17 @@ from kvstow.offload.copies.checks import PendingSums, RowChecks, Sums
 from kvstow.offload.copies.jobs import JobKind, JobPart, JobQueue, MoverJob, StreamOrder
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.host.tier import HostTier, Reservation
-from kvstow.offload.rows import RowMapping, check_same_rows, matching_group, row_layout
-from kvstow.offload.tier import KeyedRows, check_process, checked_keys, first_positions, select
+from kvstow.offload.rows import RowMapping, check_same_rows, row_layout
+from kvstow.offload.tier import (
+    Tier,
+    check_process,
+    checked_keys,
+    first_positions,
+    held_by_any,
+    load_from_first,
+    select,
+    store_in_all,
+)
 from kvstow.plan.layout import NULL_SLABS
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, check_ids
@@ -97,31 +106,23 @@ class HostRows:
     def __init__(self, arena: Arena, tier: HostTier) -> None:
         self.tier, self.turn = tier, Lock()
         groups = range(len(arena.layout.groups))
-        self._groups = [matching_group(arena.layout, g, tier.layout) for g in groups]
-        self._mappings = [
-            RowMapping(arena.layout, g, tier.layout, there)
-            for g, there in zip(groups, self._groups, strict=True)
-        ]
+        self.mappings = [RowMapping(arena.layout, g, tier.layout) for g in groups]
 
     def group(self, group: int) -> int:
         """The tier's group for one of the arena's."""
-        return self._groups[group]
-
-    def mapping(self, group: int) -> RowMapping:
-        """How bytes of blocks and rows map."""
-        return self._mappings[group]
+        return self.mappings[group].there_group
 
     def row_bytes(self, group: int) -> int:
-        return self.tier.layout.row_bytes(self._groups[group])
+        return self.tier.layout.row_bytes(self.group(group))
 
     def num_rows(self, group: int) -> int:
         """The rows that there is room for, where nothing is kept."""
-        layout, there = self.tier.layout, self._groups[group]
+        layout, there = self.tier.layout, self.group(group)
         return layout.num_blocks(there) - NULL_SLABS * layout.groups[there].rows_per_slab
 
 
 class Mover:
-    """Moves rows of one arena through a host tier, or a window, and a tier below.
+    """Moves rows of one arena through a host tier, or a window, and the tiers below.
 
     Call `store`, `load` and `reap` from the thread that owns the pool. With `checked`,
     rows that come back from the host tier, or go on below it, are compared with what left
@@ -133,15 +134,18 @@ class Mover:
         self,
         arena: Arena,
         host: HostTier | None,
-        below: KeyedRows | None = None,
-        *,
+        *below: Tier,
         pool: Pool | None = None,
         limits: Limits = USUAL,
         checked: bool = False,
     ) -> None:
         self._arena, self._below, self._pool, self._limits = arena, below, pool, limits
-        if host is not None and below is not None:
-            check_same_rows(host.layout, below.name, below.layout)
+        above = host or next(iter(below), None)
+        if above is None:
+            raise StoreError("a mover needs a host tier, or a tier below")
+        self._layout = above.layout
+        for tier in below:
+            check_same_rows(above.layout, tier.name, tier.layout)
         self._lock = Lock()
         self._host = None if host is None else HostRows(arena, host)
         self._windows: dict[JobKind, HostRows] = {}
@@ -212,9 +216,9 @@ class Mover:
         job = self._job(JobKind.LOAD, group, keys, ids)
         if after_stream:
             self._order.record(job)
-        if here and self._host is not None:
-            here = bool(self._host.tier.contains(self._host.group(group), keys).all())
-        self._submit(job, here=here and self._host is not None)
+        host = self._host
+        here = here and host is not None and bool(host.tier.contains(host.group(group), keys).all())
+        self._submit(job, here=here)
         return job
 
     def reap(self) -> tuple[MoverJob, ...]:
@@ -389,7 +393,7 @@ class Mover:
         if not len(rows):
             return None
         is_inward = job.kind is JobKind.LOAD
-        mapping = host.mapping(job.group)
+        mapping = host.mappings[job.group]
         moves = mapping.back(rows, ids) if is_inward else mapping.out(ids, rows)
         source, target = self._arena, host.tier.arena
         here, there = moves.source, moves.destination
@@ -428,19 +432,18 @@ class Mover:
         reservation, _ = yield from self._copied_out(part, host)
         host.tier.keep(reservation)
         job.moved[part.positions] = host.tier.contains(reservation.group, keys)
-        if self._below is not None and keys:
+        if self._below and keys:
             self._begin_demotion(job, keys, job.links[part.positions])
 
     def _store_below(self, part: JobPart) -> Story:
         """Blocks through the window to the tier below."""
-        below, job, window = self._below, part.job, self._rows
-        assert below is not None
+        job, window = part.job, self._rows
         with window.turn:
             reservation, which = yield from self._copied_out(part, window)
             try:
                 rows = window.tier.views(reservation.group, reservation.ids)
                 links = [job.links[i] for i in which] if job.links else ()
-                kept = below.store(reservation.group, reservation.keys, rows, links)
+                kept = store_in_all(self._below, reservation.group, reservation.keys, rows, links)
             finally:
                 window.tier.abandon(reservation)
         stored = set(select(reservation.keys, kept))
@@ -460,20 +463,19 @@ class Mover:
 
     def _demote(self, part: JobPart) -> Story:
         """Rows of the host tier to the tier below."""
-        host, below, job = self._host, self._below, part.job
+        host, job = self._host, part.job
         assert host is not None
-        assert below is not None
         group = host.group(job.group)
         keys, links = job.keys[part.positions], job.links[part.positions]
         damaged: Sequence[bytes] = ()
         with host.tier.held(group, keys) as (mask, rows):
             if self._checks is not None:
                 held = select(keys, mask)
-                good = self._checks.unchanged(group, held, rows, host.mapping(job.group).runs)
+                good = self._checks.unchanged(group, held, rows, host.mappings[job.group].runs)
                 damaged = select(held, ~good)
                 mask[mask], rows = good, rows[good]
             views = host.tier.views(group, rows)
-            kept = below.store(group, select(keys, mask), views, select(links, mask))
+            kept = store_in_all(self._below, group, select(keys, mask), views, select(links, mask))
         job.moved[part.positions][mask] = kept
         if damaged:
             log.warning("%d rows were damaged in host memory, and are forgotten", len(damaged))
@@ -485,9 +487,9 @@ class Mover:
         job = part.job
         if self._host is not None:
             yield from self._from_host(part)
-        while self._below is not None and (left := _missing(part)):
+        while self._below and (left := _missing(part)):
             keys = [job.keys[i] for i in left]
-            present = select(keys, self._below.contains(self._rows.group(job.group), keys))
+            present = select(keys, held_by_any(self._below, self._rows.group(job.group), keys))
             own, others = self._claim(job.group, present)
             try:
                 lacking = [i for i in left if job.keys[i] in own]
@@ -531,14 +533,13 @@ class Mover:
     ) -> Generator[PendingCopy, None, list[int]]:
         """Rows from the tier below to the host and on to their blocks, by position in the job;
         those for which the host has no room."""
-        assert self._below is not None
         group = host.group(job.group)
         reservation = host.tier.reserve(group, [job.keys[i] for i in which])
         filled = np.zeros(len(reservation.ids), bool)
         try:
             if len(filled):
                 rows = host.tier.views(group, reservation.ids)
-                filled = self._below.load(group, reservation.keys, rows)
+                filled = load_from_first(self._below, group, reservation.keys, rows)
             numbers = reservation.ids[filled].tolist()
             row = dict(zip(select(reservation.keys, filled), numbers, strict=True))
             at = [i for i in which if job.keys[i] in row]
@@ -568,11 +569,8 @@ class Mover:
         """The window for one direction, made when it is first needed."""
         with self._lock:
             if kind not in self._windows:
-                tier = self._host.tier if self._host is not None else self._below
-                if tier is None:
-                    raise StoreError("a mover needs a host tier, or a tier below")
-                nbytes = max(WINDOW_BYTES, 4 * row_layout(tier.layout).slab_bytes)
-                self._windows[kind] = HostRows(self._arena, HostTier(tier.layout, capacity=nbytes))
+                nbytes = max(WINDOW_BYTES, 4 * row_layout(self._layout).slab_bytes)
+                self._windows[kind] = HostRows(self._arena, HostTier(self._layout, capacity=nbytes))
             return self._windows[kind]
 
     # ── each row fetched once ─────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ from typing import Any
 from kvstow.offload.disk.files import aligned, store_errors
 from kvstow.offload.disk.opening import FORMAT, capacity_in, stored_layout
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.disk.tree import RowFile, is_alive, walk
+from kvstow.offload.disk.tree import RowFile, left_over, walk
 from kvstow.offload.tier import Verified, select
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import fingerprint
@@ -77,4 +77,5 @@ def _group(files: list[RowFile], layout: Layout, group: int) -> dict[str, Any]:
 
 
 def _writer(folder: Path) -> dict[str, Any]:
-    return {"pid": int(folder.name.partition("-")[0]), "alive": is_alive(str(folder))}
+    with left_over(str(folder)) as is_left:
+        return {"pid": int(folder.name.partition("-")[0]), "alive": not is_left}

@@ -45,8 +45,8 @@ from kvstow.offload.disk.tree import BLOCK_NANOSECONDS, RowFile, RowTree, Writer
 from kvstow.offload.tier import (
     Bools,
     Bytes,
-    Counter,
     Counts,
+    Tallies,
     Usage,
     check_process,
     checked_keys,
@@ -113,9 +113,9 @@ class DiskTier:
                 writers.sweep()
             undo.pop_all()
         self._fingerprint = bytes.fromhex(fingerprint(self.layout))
-        self._counter = Counter()
+        self._tallies = Tallies()
         name = self._fingerprint.hex()
-        self.tree = RowTree(self.path, name, self._files, self.capacity, self._counter, writers)
+        self.tree = RowTree(self.path, name, self._files, self.capacity, self._tallies, writers)
         self._threads = ThreadPoolExecutor(threads, "kvstow-disk") if threads else None
         self._own = local()
         self._opener = os.getpid()
@@ -141,7 +141,7 @@ class DiskTier:
 
     @property
     def counts(self) -> Counts:
-        return self._counter.now
+        return Counts(**self._tallies.now)
 
     @property
     def usage(self) -> Usage:
@@ -218,7 +218,7 @@ class DiskTier:
         if failed:
             reason = failed[0].error
             lost, total = (sum(len(file.rows) for file in each) for each in (failed, files))
-            self._counter.add(Counts(failures=lost))
+            self._tallies.add("failures", lost)
             raise StoreError(
                 f"{self.path}: {lost} of {total} rows were not written: {_reason(reason)}"
             ) from reason
@@ -254,8 +254,7 @@ class DiskTier:
             keys = [key for key, _, _ in file.rows]
             self.tree.publish(file.name, file.group, keys, file.nbytes)
             file.name = ""
-            nbytes = len(keys) * file.row_bytes
-            self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
+            self._tallies.add_rows("stored", len(keys), file.row_bytes)
 
     def _write_file(self, file: "_NewFile") -> None:
         """Write a file that has no name in the tree yet, if there is room for it."""
@@ -275,9 +274,11 @@ class DiskTier:
             parts = [self._scratch(BLOCK), first]
         else:
             parts = [self._scratch(file.nbytes)]
-            for k, (_, row, _) in enumerate(file.rows):
-                parts[0][header.offset(k) : header.offset(k + 1)] = row
-            parts[0][header.offset(len(file.rows)) :] = 0
+            end = header.offset(len(file.rows))
+            places = parts[0][BLOCK:end].reshape(-1, file.row_bytes)
+            for place, (_, row, _) in zip(places, file.rows, strict=True):
+                place[:] = row
+            parts[0][end:] = 0
         parts[0][:BLOCK] = np.frombuffer(header.encode(), np.uint8)
         fd = self._files.create(file.name)
         try:
@@ -320,7 +321,7 @@ class DiskTier:
                 range(0, len(keys), step),
             )
         mask = np.array([is_good for part in results for is_good in part], bool)
-        self._counter.add_load(len(keys), int(mask.sum()), self.layout.row_bytes(group))
+        self._tallies.add_load(len(keys), int(mask.sum()), self.layout.row_bytes(group))
         return mask
 
     def _load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> list[bool]:
@@ -410,7 +411,7 @@ class DiskTier:
     def _drop(self, name: str, key: bytes, fd: int | None, why: str) -> None:
         """Take the name of a damaged row away, unless it is another file's by now."""
         log.warning("store %s: row %s %s", self.path, key.hex(), why)
-        self._counter.add(Counts(failures=1))
+        self._tallies.add("failures")
         with suppress(OSError):
             if fd is None or os.lstat(name).st_ino == os.fstat(fd).st_ino:
                 self.tree.remove(name)
@@ -421,7 +422,7 @@ class DiskTier:
         checked_keys(self.layout, group, keys)
         with self._using():
             count = sum(self.tree.remove(self.tree.name(group, key)) for key in keys)
-        self._counter.add(Counts(evicted_rows=count))
+        self._tallies.add("evicted_rows", count)
         return count
 
     def prune(self, nbytes: int) -> int:

@@ -12,8 +12,8 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -22,7 +22,7 @@ from threading import Lock
 import numpy as np
 
 from kvstow.offload.disk.files import Files
-from kvstow.offload.tier import Bools, Counter, Counts, Usage
+from kvstow.offload.tier import Bools, Tallies, Usage
 
 EVICTED_SHARE = 16
 """Who needs room evicts until a 16th of the capacity is free, so that the tree is walked seldom."""
@@ -67,10 +67,10 @@ class RowTree:
         fingerprint: str,
         files: Files,
         capacity: int,
-        counter: Counter,
+        tallies: Tallies,
         writers: "Writers",
     ) -> None:
-        self.path, self.capacity, self._counter = path, capacity, counter
+        self.path, self.capacity, self._tallies = path, capacity, tallies
         self._root = f"{path}/rows-{fingerprint[:16]}"
         self._files, self.writers = files, writers
         self._lock = Lock()
@@ -85,13 +85,15 @@ class RowTree:
 
     def name(self, group: int, key: bytes) -> str:
         """The name of the file that holds a row."""
-        text = key.hex()
-        return f"{self._root}/{group}/{text[0]}/{text}"
+        return self._names(group, [key])[0]
+
+    def _names(self, group: int, keys: Sequence[bytes]) -> list[str]:
+        folder, digits = f"{self._root}/{group}", [key.hex() for key in keys]
+        return [f"{folder}/{each[0]}/{each}" for each in digits]
 
     def has(self, group: int, keys: Sequence[bytes]) -> Bools:
         """Which rows are there."""
-        folder, names = f"{self._root}/{group}", [key.hex() for key in keys]
-        return np.array([os.access(f"{folder}/{n[0]}/{n}", os.F_OK) for n in names], bool)
+        return np.array([os.access(name, os.F_OK) for name in self._names(group, keys)], bool)
 
     def directories(self, group: int) -> list[os.DirEntry[str]]:
         """Where the rows of a group are."""
@@ -146,26 +148,34 @@ class RowTree:
             self._under_way -= nbytes
             self._allow(nbytes)
 
+    @property
+    def _part(self) -> int:
+        """The most that may be reserved before somebody looks again. Who writes alone may use all
+        that is free; several leave a 16th of the capacity alone, and none keeps more than its part
+        of that: another one may have counted it as free, too."""
+        if self._num_writers <= 1:
+            return self.capacity
+        return self.capacity // EVICTED_SHARE // self._num_writers
+
     def _allow(self, nbytes: int) -> None:
-        """Bytes are free again. Of several writers nobody keeps more than its part of what all of
-        them leave alone: another one may have counted them as free, too."""
-        self._allowance += nbytes
-        if self._num_writers > 1:
-            part = self.capacity // EVICTED_SHARE // self._num_writers
-            self._allowance = min(self._allowance, part)
+        """Bytes are free again."""
+        self._allowance = min(self._allowance + nbytes, self._part)
 
     def publish(self, file: str, group: int, keys: Sequence[bytes], nbytes: int) -> None:
         """A file that is on the medium gets the names of its rows, all of them or, raising OSError,
         none: a name that stayed would keep bytes that nobody counts."""
-        names = [self.name(group, key) for key in keys]
+        names = self._names(group, keys)
         links: list[str] = []
         with self._lock:
             try:
+                for folder in {os.path.dirname(name) for name in names}:
+                    if not os.path.isdir(folder):
+                        _make_directory(folder)
                 for name in names[1:]:
                     with suppress(FileExistsError):  # somebody else has stored the same row
-                        _give_name(self._files.link, file, name)
+                        self._files.link(file, name)
                         links.append(name)
-                _give_name(self._files.rename, file, names[0])
+                self._files.rename(file, names[0])
             except OSError:
                 for name in links:
                     with suppress(OSError):
@@ -200,11 +210,7 @@ class RowTree:
         return True
 
     def _make_room(self, nbytes: int) -> None:
-        """Learn what is there, and evict where it is too much.
-
-        Somebody who writes alone may use all that is free. Several writers leave a 16th of the
-        capacity alone, and each uses no more than its part of that before it looks again.
-        """
+        """Learn what is there, and evict where it is too much."""
         files = self._walked()
         share = self.capacity // EVICTED_SHARE
         limit = self.capacity if self._num_writers <= 1 else self.capacity - share
@@ -212,9 +218,7 @@ class RowTree:
         if lacking > 0:
             self._evict(files, lacking + share)
         free = limit - self._nbytes - self._under_way
-        if self._num_writers > 1:
-            free = min(free, max(nbytes, share // self._num_writers))
-        self._allowance = max(0, free)
+        self._allowance = max(0, min(free, max(nbytes, self._part)))
 
     def _evict(self, files: list[RowFile], nbytes: int) -> int:
         rows = freed = 0
@@ -227,7 +231,7 @@ class RowTree:
                     rows += 1
             freed += file.nbytes
         self._count_gone(rows, freed)
-        self._counter.add(Counts(evicted_rows=rows))
+        self._tallies.add("evicted_rows", rows)
         return rows
 
     def _count_gone(self, rows: int, nbytes: int) -> None:
@@ -284,7 +288,9 @@ class Writers:
         for folder in _entries(self._new):
             with suppress(OSError):
                 if folder.path != self._folder:
-                    is_alive(folder.path, self._remove_folder)
+                    with left_over(folder.path) as is_left:
+                        if is_left:
+                            self._remove_folder(folder.path)
 
     def _remove_folder(self, folder: str) -> None:
         for file in _entries(folder):
@@ -300,15 +306,12 @@ class Writers:
             self._folder, self._fd = "", -1
 
 
-def is_alive(folder: str, otherwise: Callable[[str], None] = lambda folder: None) -> bool:
-    """Whether the process that writes in a folder lives; `otherwise` is done while nobody can
-    begin to. Raises OSError."""
+@contextmanager
+def left_over(folder: str) -> Generator[bool]:
+    """Whether nobody writes in a folder; then nobody can begin to meanwhile. Raises OSError."""
     fd = _open_folder(folder)
     try:
-        if not _is_locked_now(fd):
-            return True
-        otherwise(folder)
-        return False
+        yield _is_locked_now(fd)
     finally:
         os.close(fd)
 
@@ -323,15 +326,6 @@ def _is_locked_now(fd: int) -> bool:
 
 def _open_folder(folder: str) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def _give_name(give: Callable[[str, str], None], file: str, name: str) -> None:
-    """Give a file a name, in directories that are made where they are missing."""
-    try:
-        give(file, name)
-    except FileNotFoundError:
-        _make_directory(os.path.dirname(name))
-        give(file, name)
 
 
 def _make_directory(path: str) -> None:

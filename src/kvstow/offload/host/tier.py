@@ -22,8 +22,8 @@ from kvstow.offload.rows import pooled, views
 from kvstow.offload.tier import (
     Bools,
     Bytes,
-    Counter,
     Counts,
+    Tallies,
     Usage,
     checked_keys,
     checked_rows,
@@ -71,7 +71,7 @@ class HostTier:
         self._ids: tuple[dict[bytes, int], ...] = tuple({} for _ in groups)
         self._keys: tuple[dict[int, bytes], ...] = tuple({} for _ in groups)
         self._lock = RLock()
-        self._counter = Counter()
+        self._tallies = Tallies()
         self._on_change = on_change
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class HostTier:
 
     @property
     def counts(self) -> Counts:
-        return self._counter.now
+        return Counts(**self._tallies.now)
 
     @property
     def usage(self) -> Usage:
@@ -139,8 +139,7 @@ class HostTier:
             pool.keep(group, rows)
             pool.release(group, reservation.ids)
             self._tell(group, keys)
-        nbytes = len(keys) * self.layout.row_bytes(group)
-        self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
+        self._tallies.add_rows("stored", len(keys), self.layout.row_bytes(group))
 
     def abandon(self, reservation: Reservation) -> None:
         """The rows were not filled."""
@@ -210,7 +209,7 @@ class HostTier:
 
     def count_load(self, group: int, num_keys: int, num_rows: int) -> None:
         """Enter a load into the counts."""
-        self._counter.add_load(num_keys, num_rows, self.layout.row_bytes(group))
+        self._tallies.add_load(num_keys, num_rows, self.layout.row_bytes(group))
 
     # ── giving up ─────────────────────────────────────────────────────────────────
 
@@ -226,7 +225,7 @@ class HostTier:
     def discard(self, group: int, keys: Sequence[bytes]) -> None:
         """Forget rows that are not what was stored, and count them as failures."""
         self.evict(group, keys)
-        self._counter.add(Counts(failures=len(keys)))
+        self._tallies.add("failures", len(keys))
 
     def _forget(self, group: int, rows: Ints) -> None:
         """The pool gives rows up."""
@@ -234,7 +233,7 @@ class HostTier:
         for key in gone:
             del self._ids[group][key]
         self._tell(group, gone)
-        self._counter.add(Counts(evicted_rows=len(gone)))
+        self._tallies.add("evicted_rows", len(gone))
 
     def _tell(self, group: int, keys: Sequence[bytes]) -> None:
         """Rows of these keys have come or gone."""

@@ -9,7 +9,7 @@ and again, on nobody's time; these questions count, and one that is answered clo
 """
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -150,22 +150,3 @@ class Calls:
             self._queue.put(None)
         for thread in self._threads:
             thread.join(1.0)
-
-
-class Tallies:
-    """Counts by reason that several threads add to."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._lock = Lock()
-
-    def add(self, reason: str, count: int) -> None:
-        if count:
-            with self._lock:
-                self._counts[reason] += count
-
-    @property
-    def now(self) -> dict[str, int]:
-        """The counts at this moment, by reason."""
-        with self._lock:
-            return dict(sorted(self._counts.items()))

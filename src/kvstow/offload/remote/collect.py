@@ -20,8 +20,8 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
 from itertools import islice
 from secrets import token_hex
 from threading import Lock
@@ -41,7 +41,6 @@ from kvstow.offload.remote.client import (
 from kvstow.offload.remote.directory import MANIFEST_BYTES, ROWS, WriterLayout
 from kvstow.offload.remote.objects import BadObject
 from kvstow.offload.tier import Bytes, Verified
-from kvstow.plan.manifest import decode
 
 USAGE = "usage"
 _HEX = re.compile("(?:[0-9a-f]{2}){1,32}")
@@ -105,15 +104,12 @@ def writers(client: BlobClient) -> dict[Place, WriterLayout]:
     manifests = whole_objects(client, names, MANIFEST_BYTES) if names else []
     layouts: dict[Place, WriterLayout] = {}
     for name, data in zip(names, manifests, strict=True):
-        _, tenant, identity, _, fingerprint = name.split("/")
+        base, _, fingerprint = name.rsplit("/", 2)
         manifest = b"" if data is None else data.tobytes()
-        if blake2b(manifest, digest_size=32).hexdigest() != fingerprint:
-            continue
-        try:
-            writer = WriterLayout(decode(manifest), fingerprint, manifest)
-        except ManifestError:
-            continue
-        layouts[tenant, identity, fingerprint[:32]] = writer
+        _, tenant, identity = base.split("/")
+        with suppress(ManifestError):
+            writer = WriterLayout.read(fingerprint, manifest, base)
+            layouts[tenant, identity, fingerprint[:32]] = writer
     return layouts
 
 

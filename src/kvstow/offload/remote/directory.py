@@ -11,6 +11,7 @@ computation: another checkpoint, adapter or rope finds an empty directory.
 """
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -38,23 +39,32 @@ ROWS = "rows1"
 """Where objects of this version lie. Older and newer ones lie elsewhere."""
 
 MANIFEST_BYTES = 1 << 20
-_FINGERPRINT = 64
+_DIGITS = 64
+"""Of a fingerprint."""
 
 
 @dataclass(frozen=True, eq=False)
 class WriterLayout:
-    """A layout that rows were written in, and its fingerprint."""
+    """A layout that rows were written in, its fingerprint, and below what its objects lie."""
 
     layout: Layout
     fingerprint: str
     manifest: bytes = field(repr=False)
+    base: str = ""
 
     @staticmethod
-    def of(layout: Layout) -> "WriterLayout":
+    def of(layout: Layout, base: str = "") -> "WriterLayout":
         """The rows of an arena's layout, as `row_layout` makes them."""
         rows = row_layout(layout)
         manifest = encode(rows)
-        return WriterLayout(rows, blake2b(manifest, digest_size=32).hexdigest(), manifest)
+        return WriterLayout(rows, _fingerprint(manifest), manifest, base)
+
+    @staticmethod
+    def read(fingerprint: str, manifest: bytes, base: str) -> "WriterLayout":
+        """What a manifest with that name states. Raises ManifestError."""
+        if _fingerprint(manifest) != fingerprint:
+            raise ManifestError("fingerprint", "its bytes are others")
+        return WriterLayout(decode(manifest), fingerprint, manifest, base)
 
     def objects(self, group: int) -> RowObjects:
         """Row objects of a group."""
@@ -62,9 +72,11 @@ class WriterLayout:
 
     @cached_property
     def _objects(self) -> tuple[RowObjects, ...]:
-        fingerprint = bytes.fromhex(self.fingerprint)
-        groups = range(len(self.layout.groups))
-        return tuple(RowObjects(self.layout, fingerprint, group) for group in groups)
+        fingerprint, folder = self.fingerprint, f"{self.base}/{self.fingerprint[:32]}"
+        return tuple(
+            RowObjects(self.layout, bytes.fromhex(fingerprint), group, folder)
+            for group in range(len(self.layout.groups))
+        )
 
 
 class Directory:
@@ -77,10 +89,6 @@ class Directory:
         self._layouts: dict[str, WriterLayout] = {}
         self._refused: set[str] = set()
         self._lock = Lock()
-
-    def row_name(self, fingerprint: str, group: int, key: bytes) -> str:
-        """The name of a row object."""
-        return f"{self.base}/{fingerprint[:32]}/{group}/{key.hex()}"
 
     @property
     def layouts(self) -> tuple[WriterLayout, ...]:
@@ -98,16 +106,12 @@ class Directory:
         name = f"{self.base}/manifest/{own.fingerprint}"
         self._make(name, np.frombuffer(own.manifest, np.uint8))
         content = np.frombuffer(own.fingerprint.encode(), np.uint8)
-        for first in range(0, MOST_ENTRIES, BATCH):
-            names = [self._entry(i) for i in range(first, first + BATCH)]
-            there = whole_objects(self._client, names, _FINGERPRINT)
-            if any(_text(entry) == own.fingerprint for entry in there):
+        for entries in self._entries():
+            if own.fingerprint in entries.values():
                 return
-            for entry, data in zip(names, there, strict=True):
-                if data is not None:
-                    continue
-                self._make(entry, content)  # somebody else may be faster
-                if _text(whole_objects(self._client, [entry], _FINGERPRINT)[0]) == own.fingerprint:
+            for name in (name for name, text in entries.items() if not text):
+                self._make(name, content)  # somebody else may be faster
+                if self._texts([name]) == [own.fingerprint]:
                     return
         log.warning("%s: no free entry for a layout among %d", self._client.where, MOST_ENTRIES)
 
@@ -119,11 +123,9 @@ class Directory:
     def refresh(self) -> None:
         """Look which layouts there are. Manifests that cannot be used are noted once."""
         fingerprints: list[str] = []
-        for first in range(0, MOST_ENTRIES, BATCH):
-            names = [self._entry(i) for i in range(first, first + BATCH)]
-            entries = [_text(data) for data in whole_objects(self._client, names, _FINGERPRINT)]
-            fingerprints += [text for text in entries if text]
-            if not any(entries):
+        for entries in self._entries():
+            fingerprints += filter(None, entries.values())
+            if not any(entries.values()):
                 break
         seen = {*self._layouts, *self._refused}
         fresh = [each for each in dict.fromkeys(fingerprints) if each not in seen]
@@ -135,30 +137,35 @@ class Directory:
 
     def _enter(self, fingerprint: str, data: Bytes) -> None:
         """Keep a manifest that says what its name says, and is of this computation."""
-        manifest = data.tobytes()
-        trouble = ""
         try:
-            layout = decode(manifest)
-            if blake2b(manifest, digest_size=32).hexdigest() != fingerprint:
-                trouble = "its bytes are others than its fingerprint says"
-            elif layout.identity is None or layout.identity.digest != self._identity.digest:
-                trouble = "it is of another computation"
-            elif any(len(footprint.strips) != 1 for footprint in layout.footprints):
-                trouble = "its rows are not single runs"
-            else:
-                with self._lock:
-                    self._layouts[fingerprint] = WriterLayout(layout, fingerprint, manifest)
-                return
+            writer = WriterLayout.read(fingerprint, data.tobytes(), self.base)
+            identity, footprints = writer.layout.identity, writer.layout.footprints
+            if identity is None or identity.digest != self._identity.digest:
+                raise ManifestError("identity", "it is of another computation")
+            if any(len(footprint.strips) != 1 for footprint in footprints):
+                raise ManifestError("rows", "they are not single runs")
         except ManifestError as error:
-            trouble = str(error)
-        self._refused.add(fingerprint)
-        log.warning("%s: manifest %s is not used: %s", self._client.where, fingerprint, trouble)
+            self._refused.add(fingerprint)
+            log.warning("%s: manifest %s is not used: %s", self._client.where, fingerprint, error)
+            return
+        with self._lock:
+            self._layouts[fingerprint] = writer
 
-    def _entry(self, number: int) -> str:
-        return f"{self.base}/layout/{number:03}"
+    def _entries(self) -> Iterator[dict[str, str]]:
+        """The entries, some at a time: what each has at its name, nothing where it is free."""
+        for first in range(0, MOST_ENTRIES, BATCH):
+            names = [f"{self.base}/layout/{n:03}" for n in range(first, first + BATCH)]
+            yield dict(zip(names, self._texts(names), strict=True))
+
+    def _texts(self, names: Sequence[str]) -> list[str]:
+        return [_text(data) for data in whole_objects(self._client, names, _DIGITS)]
+
+
+def _fingerprint(manifest: bytes) -> str:
+    return blake2b(manifest, digest_size=32).hexdigest()
 
 
 def _text(data: Bytes | None) -> str:
     """A fingerprint; nothing where there is none."""
     text = b"" if data is None else data.tobytes()
-    return text.decode() if len(text) == _FINGERPRINT and text.isalnum() else ""
+    return text.decode() if len(text) == _DIGITS and text.isalnum() else ""

@@ -20,12 +20,12 @@ import numpy as np
 
 from kvstow.blocks.prompt import Prompt
 from kvstow.offload.keys import PromptKeys
-from kvstow.offload.remote.calls import Calls, Tallies
+from kvstow.offload.remote.calls import Calls
 from kvstow.offload.remote.client import BlobClient, Range, StoreUnreachable
 from kvstow.offload.remote.directory import Directory, WriterLayout
 from kvstow.offload.remote.objects import BadObject, RowObjects
 from kvstow.offload.remote.reading import GroupReader, ObjectPart, deployments
-from kvstow.offload.tier import Bytes
+from kvstow.offload.tier import Bytes, Tallies
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Full
@@ -69,24 +69,24 @@ class LookUps:
         self._prompts: OrderedDict[bytes, PromptKeys] = OrderedDict()
         self._lock = Lock()
 
-    def use_directory(self) -> None:
-        """Read from all writers that the directory knows now."""
+    def _of_groups(self) -> tuple[tuple[GroupReader, ...], ...]:
+        """Per group, readers of all writers that the directory knows now."""
         writers = self._directory.layouts
-        if writers == self._writers:
-            return
-        ranked = deployments(writers, self._own)
-        self._readers = tuple(
-            tuple(GroupReader(members, self._layout, group) for members in ranked)
-            for group in range(len(self._layout.groups))
-        )
-        self._writers = writers
+        if writers != self._writers:
+            ranked = deployments(writers, self._own)
+            self._readers = tuple(
+                tuple(GroupReader(members, self._layout, group) for members in ranked)
+                for group in range(len(self._layout.groups))
+            )
+            self._writers = writers
+        return self._readers
 
     # ── prompts ───────────────────────────────────────────────────────────────────
 
     def expect(self, identity: Identity, prompt: Prompt) -> None:
         """Rows of this prompt will be asked for. Needed where some writer has other block sizes:
         the keys of its blocks take the tokens to make."""
-        readers = [one for readers in self._readers for one in readers]
+        readers = [one for readers in self._of_groups() for one in readers]
         if not len(prompt) or not any(one.needs_prompt for one in readers):
             return
         own = {rows.group.block_tokens for rows in self._layout.groups}
@@ -118,7 +118,7 @@ class LookUps:
         rows = [parts if until >= now else None for until, parts in remembered]
         left = [i for i, parts in enumerate(rows) if parts is None]
         ends_at_miss = isinstance(self._layout.groups[group].group.retention, Full)
-        readers = self._readers[group]
+        readers = self._of_groups()[group]
         at, count = 0, FIRST_LOOK
         while at < len(left) and readers:
             lot = left[at : at + count]
@@ -157,7 +157,7 @@ class LookUps:
             for reader in readers
             if (parts := reader.parts(keys[i], prompt)) is not None
         ]
-        names = list(dict.fromkeys(self.name(part) for _, _, parts in options for part in parts))
+        names = list(dict.fromkeys(part.name for _, _, parts in options for part in parts))
         if not names:
             return ()
         call = self._calls.start(lambda: self._client.exists(names))
@@ -165,15 +165,10 @@ class LookUps:
         there = {name for name, is_there in zip(names, answers, strict=True) if is_there}
         successful: dict[GroupReader, None] = {}
         for i, reader, parts in options:
-            if rows[i] is None and all(self.name(part) in there for part in parts):
+            if rows[i] is None and all(part.name in there for part in parts):
                 rows[i] = parts
                 successful[reader] = None
         return tuple(successful)
-
-    def name(self, part: ObjectPart) -> str:
-        """The name of the object that a part is of."""
-        piece = part.piece
-        return self._directory.row_name(piece.writer.fingerprint, piece.objects.group, part.key)
 
     def forget(self, group: int, keys: Sequence[bytes]) -> None:
         """These rows were not there when they were fetched."""
@@ -221,15 +216,9 @@ class Fetcher:
     """
 
     def __init__(
-        self,
-        client: BlobClient,
-        calls: Calls,
-        look_ups: LookUps,
-        misses: Tallies,
-        on_bad: Callable[[str], None],
+        self, client: BlobClient, calls: Calls, misses: Tallies, on_bad: Callable[[str], None]
     ) -> None:
-        self._client, self._calls, self._look_ups = client, calls, look_ups
-        self._misses, self._on_bad = misses, on_bad
+        self._client, self._calls, self._misses, self._on_bad = client, calls, misses, on_bad
 
     def rows(
         self, row_bytes: int, parts: Sequence[Parts], seconds: float
@@ -258,7 +247,7 @@ class Fetcher:
         """Neighbouring rows, by number, whose objects take about `LOT_BYTES`."""
         lot, names, total = list[int](), set[str](), 0
         for i, each in enumerate(parts):
-            new = {self._look_ups.name(part): part.piece.objects.nbytes for part in each}
+            new = {part.name: part.piece.objects.nbytes for part in each}
             nbytes = sum(nbytes for name, nbytes in new.items() if name not in names)
             if lot and total + nbytes > LOT_BYTES:
                 yield lot
@@ -274,8 +263,8 @@ class Fetcher:
         there or not whole."""
         fetches: dict[str, _Fetch] = {}
         for part in (part for each in parts for part in each):
-            name, piece = self._look_ups.name(part), part.piece
-            fetches.setdefault(name, _Fetch(piece.objects, part.key, piece.bands)).add(piece.bands)
+            fetch = _Fetch(part.piece.objects, part.key, part.piece.bands)
+            fetches.setdefault(part.name, fetch).add(part.piece.bands)
         for fetch in fetches.values():
             if fetch.bands is not None and len(fetch.bands) == fetch.objects.num_bands:
                 fetch.bands = None
@@ -300,7 +289,7 @@ class Fetcher:
         self, parts: Parts, sources: Mapping[str, Bytes | None], row_bytes: int
     ) -> Bytes | None:
         """A row out of the rows of its parts; None where one of them is missing."""
-        present = [sources[self._look_ups.name(part)] for part in parts]
+        present = [sources[part.name] for part in parts]
         if len(parts) == 1 and parts[0].piece.bands is None:
             return present[0]
         row = np.zeros(row_bytes, np.uint8)

@@ -56,6 +56,12 @@ class RowObjects:
     layout: Layout
     fingerprint: bytes
     group: int
+    folder: str
+    """Where the writer's objects lie in a store."""
+
+    def name(self, key: bytes) -> str:
+        """The name of the object of a row."""
+        return f"{self.folder}/{self.group}/{key.hex()}"
 
     @cached_property
     def row_bytes(self) -> int:

@@ -50,7 +50,6 @@ class RowPiece:
     `bands`: all of them, and the row is the object's.
     """
 
-    writer: WriterLayout
     objects: RowObjects
     block: int
     bands: Ints | None
@@ -86,6 +85,11 @@ class ObjectPart:
     piece: RowPiece
     key: bytes
 
+    @property
+    def name(self) -> str:
+        """What the object is called."""
+        return self.piece.objects.name(self.key)
+
 
 class GroupReader:
     """Rows of one group of a reader's layout, out of the objects of one deployment's ranks."""
@@ -103,7 +107,7 @@ class GroupReader:
         for writer in self._writers:
             for g in range(len(writer.layout.groups)):
                 if same_rows(writer.layout, g, layout, group):
-                    return (RowPiece(writer, writer.objects(g), 0, None, Copies.none()),)
+                    return (RowPiece(writer.objects(g), 0, None, Copies.none()),)
         return ()
 
     @cached_property
@@ -204,7 +208,7 @@ def _pieces(
         )
         if len(part):
             bands = objects.touched(part.source, part.nbytes)
-            yield RowPiece(writer, objects, block, bands, part)
+            yield RowPiece(objects, block, bands, part)
 
 
 # ── deployments ───────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstow.blocks.prompt import Prompt
 from kvstow.offload.disk.format import ChainLink
-from kvstow.offload.remote.calls import Breaker, Calls, Tallies
+from kvstow.offload.remote.calls import Breaker, Calls
 from kvstow.offload.remote.client import (
     Blob,
     BlobClient,
@@ -31,9 +31,9 @@ from kvstow.offload.remote.writes import WriteQueue
 from kvstow.offload.tier import (
     Bools,
     Bytes,
-    Counter,
     Counts,
     Reasons,
+    Tallies,
     Usage,
     checked_keys,
     checked_rows,
@@ -74,10 +74,9 @@ class RemoteTier:
             store, options = open_client(store)
         self.client, self.options = store, options or RemoteOptions()
         note_unverified(makes, self.client.where)
-        self._own = WriterLayout.of(layout.identified(makes))
-        self.layout = self._own.layout
-        self._objects = [self._own.objects(g) for g in range(len(self.layout.groups))]
         self._directory = Directory(self.client, self.options.tenant, makes)
+        self._own = WriterLayout.of(layout.identified(makes), self._directory.base)
+        self.layout = self._own.layout
         self.misses = Tallies()
         """Rows that were asked for and not given, by reason."""
         self.breaker = Breaker(self.client.where)
@@ -90,11 +89,9 @@ class RemoteTier:
             self._own.fingerprint,
             self.misses,
         )
-        self._fetcher = Fetcher(
-            self.client, self._calls, self._look_ups, self.misses, self._remove_bad
-        )
+        self._fetcher = Fetcher(self.client, self._calls, self.misses, self._remove_bad)
         self._quota = Quota(self.options)
-        self._counter = Counter()
+        self._tallies = Tallies()
         self._published = float("-inf")
         self._has_answered = False
         """Whether the store has told its writers, or taken ours, since the tier was made."""
@@ -112,7 +109,7 @@ class RemoteTier:
         self._thread = guarded_thread(
             "kvstow-remote-look",
             self._keep_looking,
-            on_broken=lambda _: self._counter.add(Counts(failures=1)),
+            on_broken=lambda _: self._tallies.add("failures"),
         )
         self._thread.start()
 
@@ -129,7 +126,6 @@ class RemoteTier:
             self._calls.run(self._read_directory, self.options.load)
         except StoreUnreachable as error:
             log.warning("%s: the directory was not read: %s", self.client.where, error)
-        self._look_ups.use_directory()
 
     def _read_directory(self) -> None:
         self._directory.refresh()
@@ -163,23 +159,22 @@ class RemoteTier:
             self._directory.publish(self._own)
             self._has_answered = True
             self._published = monotonic()
-        self._look_ups.use_directory()
 
     # ── questions ─────────────────────────────────────────────────────────────────
 
     @property
     def counts(self) -> Counts:
-        return self._counter.now
+        return Counts(**self._tallies.now)
 
     @property
     def reasons(self) -> Reasons:
         """Rows that the store did not give, and was not given, by reason."""
-        return {"missed_rows": self.misses.now, "dropped_rows": self.writes.dropped}
+        return {"missed_rows": self.misses.now, "dropped_rows": self.writes.dropped.now}
 
     @property
     def usage(self) -> Usage:
         """What this process has written; the store's own usage is what the collector counts."""
-        now = self._counter.now
+        now = self.counts
         limits = (self.options.tenant_bytes, self.options.max_bytes)
         limits = [limit for limit in limits if limit is not None]
         return Usage(rows=now.stored_rows, nbytes=now.stored_bytes, capacity=min(limits, default=0))
@@ -219,13 +214,13 @@ class RemoteTier:
             lost = [keys[i] for i in parts if not present[i]]
             self._look_ups.forget(group, lost)
             self.writes.forget([self._name(group, key) for key in lost])
-        self._counter.add_load(len(keys), int(present.sum()), row_bytes)
+        self._tallies.add_load(len(keys), int(present.sum()), row_bytes)
         return present
 
     def _remove_bad(self, name: str) -> None:
         """An object is not the row that its name says: it goes, so that it can be written again."""
         log.warning("%s: a broken object is removed: %s", self.client.where, name)
-        self._counter.add(Counts(failures=1))
+        self._tallies.add("failures")
         self._calls.start(lambda: self.client.delete([name]))
 
     def store(
@@ -241,7 +236,7 @@ class RemoteTier:
         counted in `writes.dropped`.
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
-        objects = self._objects[group]
+        objects = self._own.objects(group)
         taken = (
             self.writes.add(
                 self._name(group, key),
@@ -253,18 +248,19 @@ class RemoteTier:
         return np.fromiter(taken, bool, len(keys))
 
     def _name(self, group: int, key: bytes) -> str:
-        return self._directory.row_name(self._own.fingerprint, group, key)
+        return self._own.objects(group).name(key)
 
     def _count_written(self, new: Sequence[Blob]) -> None:
         nbytes = sum(blob.data.nbytes for blob in new)
         self._quota.add(nbytes)
-        self._counter.add(Counts(stored_rows=len(new), stored_bytes=nbytes))
+        self._tallies.add("stored_rows", len(new))
+        self._tallies.add("stored_bytes", nbytes)
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         """Remove the objects that rows are made of; how many rows were there and are gone."""
         checked_keys(self.layout, group, keys)
         objects = {
-            key: {self._look_ups.name(part) for part in parts}
+            key: {part.name for part in parts}
             for key, parts in zip(keys, self._where(group, keys), strict=True)
             if parts is not None
         }
@@ -276,7 +272,7 @@ class RemoteTier:
         gone = [key for key, each in objects.items() if not each <= kept.keys()]
         self._look_ups.forget(group, gone)
         self.writes.forget([name for name in names if name not in kept])
-        self._counter.add(Counts(evicted_rows=len(gone)))
+        self._tallies.add("evicted_rows", len(gone))
         return len(gone)
 
     # ── the end ───────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ from math import inf
 from threading import Condition
 from time import monotonic
 
-from kvstow.offload.remote.calls import Breaker, Tallies
+from kvstow.offload.remote.calls import Breaker
 from kvstow.offload.remote.client import (
     NO_ROOM,
     THERE,
@@ -21,7 +21,7 @@ from kvstow.offload.remote.client import (
     StoreUnreachable,
 )
 from kvstow.offload.remote.collect import Quota
-from kvstow.offload.tier import Bytes
+from kvstow.offload.tier import Bytes, Tallies
 from kvstow.threads import guarded_thread
 
 log = logging.getLogger("kvstow.offload")
@@ -58,7 +58,8 @@ class WriteQueue:
         """When objects were written or seen, the oldest first; infinity for those on their way."""
         self._changed = Condition()
         self._closed = False
-        self._dropped = Tallies()
+        self.dropped = Tallies()
+        """Rows that were not written, by reason."""
         self._said = -inf
         self._threads = [
             guarded_thread(f"kvstow-remote-write-{i}", self._work, on_broken=lambda _: self._end())
@@ -67,14 +68,9 @@ class WriteQueue:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Rows that were not written, by reason."""
-        return self._dropped.now
-
     def _drop(self, reason: str, message: str, count: int = 1) -> None:
         """Rows are not written; the message is logged once a minute."""
-        self._dropped.add(reason, count)
+        self.dropped.add(reason, count)
         if monotonic() - self._said > 60:
             self._said = monotonic()
             log.warning("%s: rows are not written: %s", self._client.where, message)
@@ -136,7 +132,7 @@ class WriteQueue:
         """Take no more, and drop what waits."""
         with self._changed:
             self._closed = True
-            self._dropped.add("closed", len(self._waiting))
+            self.dropped.add("closed", len(self._waiting))
             self._nbytes -= sum(blob.data.nbytes for blob in self._waiting)
             self._waiting.clear()
             self._changed.notify_all()
@@ -150,7 +146,7 @@ class WriteQueue:
                 lost = self._write(batch)
             except StoreUnreachable as error:
                 self._breaker.failed(str(error))
-                self._dropped.add("unreachable", len(batch))
+                self.dropped.add("unreachable", len(batch))
             except StoreFull as error:
                 self._drop(NO_ROOM, str(error), len(batch))
             except Exception as error:  # the next batch may go well: a thread less would not

@@ -40,7 +40,7 @@ from kvstow.offload.host.tier import HostTier
 from kvstow.offload.metrics import TierMetrics
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.rows import matching_group
-from kvstow.offload.tier import Tier, TierChain, held_by_any, select
+from kvstow.offload.tier import Tier, held_by_any, select
 from kvstow.offload.watch import TierChange, TierWatch
 from kvstow.threads import guarded_thread
 
@@ -152,8 +152,7 @@ class WorkerTiers(RankPart):
         self._remote = RemoteTier(options.remote, rows) if options.remote else None
         lower: tuple[Tier | None, ...] = (shared, self._disk, self._remote)
         self._lower = [tier for tier in lower if tier is not None]
-        below = TierChain(self._lower) if self._lower else None
-        self._mover = Mover(rank.arena, self.host, below, checked=True)
+        self._mover = Mover(rank.arena, self.host, *self._lower, checked=True)
         if self._disk is not None:
             self._kept.watch(self._disk)
         self._events: TierWatch | None = None
