@@ -43,12 +43,13 @@ def test_a_gpu_alone_asks_how_many_requests_fit():
 
 
 def test_every_rank_is_shown_and_the_limiting_one_is_named():
-    document = size("llama-3.1-8b", "--gpu", "l40s", "--pp", "5", "--tp", "2")
+    arguments = ("llama-3.1-8b", "--gpu", "l40s", "--pp", "5", "--tp", "2", "--tokens", "32768")
+    document = size(*arguments)
     assert [rank["rank"] for rank in document["ranks"]] == list(range(10))
     assert [rank["layers"] for rank in document["ranks"]] == [6] * 4 + [7] * 4 + [6] * 2
     assert document["limiting_rank"] == 4
     assert document["max_requests"] == document["ranks"][4]["requests"]
-    text = invoke("llama-3.1-8b", "--gpu", "l40s", "--pp", "5", "--tp", "2").stdout
+    text = invoke(*arguments).stdout
     assert "rank 4 is the limit" in text
     assert "4–5" in text
 
@@ -124,7 +125,18 @@ def test_no_more_requests_fit_than_may_run():
         *("llama-3.1-8b", "--gpu", "h100", "--tokens", "512", "--max-num-seqs", "16", "--dp", "2")
     )
     assert document["max_requests"] == document["max_requests_at_most"] == 32
-    assert "--max-num-seqs is the limit" in document["answer"]
+    assert "--max-num-seqs 16 is the limit" in document["answer"]
+
+
+@pytest.mark.parametrize(("gpu", "most"), [("a100", 256), ("h200", 1024)])
+def test_no_more_requests_fit_than_vllm_runs_unless_it_is_told_otherwise(gpu, most):
+    arguments = ("qwen3-0.6b", "--gpu", gpu, "--tokens", "256")
+    document = size(*arguments)
+    assert document["max_requests"] == document["max_requests_at_most"] == most
+    assert f"--max-num-seqs {most} is the limit" in document["answer"]
+    assert document["concurrency"][0] > most
+    assert size(*arguments, "--max-num-seqs", "1100")["max_requests"] == 1100
+    assert size(*arguments, "--requests", str(most + 1))["dp"] == 2
     cluster = size(
         *("llama-3.1-8b", "--gpu", "h100", "--requests", "100", "--max-num-seqs", "16"),
         *("--tp", "1", "--pp", "1"),

@@ -19,6 +19,7 @@ expert parallelism, replicas of everything but the experts, which all of them sh
 """
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -254,7 +255,7 @@ class Sizing:
     @property
     def limiting(self) -> PipelineStage:
         """The stage on which the fewest requests fit; the first of several."""
-        return min(self.stages, key=lambda stage: stage.requests)
+        return min(self.stages, key=lambda stage: (stage.requests, stage.concurrency))
 
     @property
     def fullest(self) -> PipelineStage:
@@ -392,7 +393,7 @@ class SizeQuestion:
                     weights_bytes=share,
                     cache_bytes=rows.nbytes if usable is None else usable - share,
                     request_bytes=request_bytes(rows, tokens),
-                    requests=min(fit[0], self.engine.max_num_seqs or fit[0]),
+                    requests=min(fit[0], self.most_running or fit[0]),
                     concurrency=fit[1],
                     own_requests=own,
                 )
@@ -405,6 +406,13 @@ class SizeQuestion:
             stages=tuple(stages),
             head_copies=_head_copies(plans[0]),
         )
+
+    @property
+    def most_running(self) -> int | None:
+        """How many requests a replica runs at once; None without a limit that is known."""
+        if self.engine.name == "none" or self.gpu is NO_GPU:
+            return self.engine.max_num_seqs
+        return self.engine.batch(self.gpu)[1]
 
     @property
     def has_vllm_blocks(self) -> bool:
@@ -453,13 +461,13 @@ class SizeQuestion:
         by_size = [each for _, each in sorted(ranked, key=lambda pair: pair[0])]
         return tuple(each for each in by_size if self.dp is None or each.dp <= self.dp)
 
-    def fewest(self) -> Sizing | None:
-        """Of the clusters with the fewest GPUs the first without pipeline stages, which cost time
-        in each step; the first of all where none is. None where no cluster carries the requests."""
-        clusters = self.clusters()
-        smallest = [each for each in clusters if each.num_gpus == clusters[0].num_gpus]
-        plain = (each for each in smallest if each.deployment.pp == 1)
-        return next(plain, smallest[0] if smallest else None)
+
+def fewest(clusters: Sequence[Sizing]) -> Sizing | None:
+    """Of the clusters with the fewest GPUs the first without pipeline stages, which cost time in
+    each step; the first of all where none is; None of none."""
+    smallest = [each for each in clusters if each.num_gpus == clusters[0].num_gpus]
+    plain = (each for each in smallest if each.deployment.pp == 1)
+    return next(plain, smallest[0] if smallest else None)
 
 
 def _in_memory(plan: Plan, nbytes: int) -> Layout | None:

@@ -28,7 +28,7 @@ from kvstow.plan.sizing.capacity import (
     request_bytes,
     stored_bytes,
 )
-from kvstow.plan.sizing.cluster import NO_GPU, SizeQuestion, Sizing
+from kvstow.plan.sizing.cluster import NO_GPU, SizeQuestion, Sizing, fewest
 from kvstow.plan.sizing.plan import Deployment, Plan
 from kvstow.plan.spec import DType
 from kvstow.text import human, plural, table
@@ -344,14 +344,14 @@ def _fitting(question: SizeQuestion, low: Sizing, high: Sizing) -> str:
     gpus, limiting = _gpus(question, low), low.limiting
     if low.max_requests:
         limit = f"; rank {limiting.rank} is the limit" if low.deployment.pp > 1 else ""
-        if limiting.requests == question.engine.max_num_seqs:
-            limit = "; --max-num-seqs is the limit"
+        if limiting.requests == question.most_running:
+            limit = f"; --max-num-seqs {limiting.requests} is the limit"
         most = "" if high.max_requests == low.max_requests else f", at most {high.max_requests:,},"
         verb = "fits" if low.max_requests == 1 and not most else "fit"
         return f"{_requests(question, low.max_requests)}{most} {verb} at once on {gpus}{limit}."
     cache, most = limiting.cache_bytes, high.limiting.cache_bytes
     left = human(cache) if cache > 0 else f"at most {human(most)}" if most > 0 else "nothing"
-    other = replace(question, requests=1, dp=None).fewest()
+    other = fewest(replace(question, requests=1, dp=None).clusters())
     number = high.max_requests
     start = f"not one request of {question.tokens:,} tokens fits on {gpus}"
     if number:
@@ -408,7 +408,7 @@ def _cluster(question: SizeQuestion) -> SizeReport:
     """The splits that carry a load, fewest GPUs first."""
     splits, load = question.clusters(), _requests(question, question.requests or 1)
     figures: dict[str, Any] = {"clusters": [_split(each) for each in splits]}
-    best = question.fewest()
+    best = fewest(splits)
     if best is None:
         return SizeReport(
             question=question,
