@@ -50,7 +50,7 @@ class EngineEvents:
         self._watch: TierWatch | None = None
         self._engine_group: dict[int, int] = {}
         if store is not None:
-            self._watch = TierWatch({tier.name: tier for tier in store.tiers})
+            self._watch = TierWatch(store.tiers)
             groups = [g for g, _ in tokenwise_groups(layout)]
             self._engine_group = {matching_group(layout, g, store.layout): g for g in groups}
         ledger.prefixes.on_change.append(self._heard)

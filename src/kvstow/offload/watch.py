@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -41,20 +41,6 @@ class TierChange:
 
 
 @dataclass(slots=True)
-class _Batch:
-    """Keys that were noted at `since`, and how often they have been looked for."""
-
-    group: int
-    keys: Sequence[bytes]
-    since: float
-    looks: int = 0
-
-    def is_due(self, now: float) -> bool:
-        """Whether it is time for the next look."""
-        return self.since + LOOKS[self.looks] <= now
-
-
-@dataclass(slots=True)
 class _Seen:
     """In which tiers a key was last seen, and when it was last noted."""
 
@@ -67,25 +53,19 @@ class TierWatch:
 
     def __init__(
         self,
-        tiers: Mapping[str, Tier],
+        tiers: Sequence[Tier],
         *,
-        slice_keys: int = SLICE,
-        most_keys: int = MOST_KEYS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tiers = dict(tiers)
-        self._local = [name for name in tiers if name != "remote"]
-        self._slice = slice_keys
-        self._most_keys = most_keys
-        self._clock = clock
+        self._tiers, self._clock = tuple(tiers), clock
+        self._local = [tier for tier in tiers if tier.name != "remote"]
         self._noted: deque[tuple[int, tuple[bytes, ...]]] = deque()
-        self._new: list[_Batch] = []
+        self._new: list[tuple[float, int, int, list[bytes]]] = []
+        """When keys of a group were noted, how often they have been looked for, group and keys."""
         self._watched: dict[int, OrderedDict[bytes, _Seen]] = {}
         self._changes: deque[TierChange] = deque()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self.broken: BaseException | None = None
-        """What ended the thread that looks."""
 
     def note(self, group: int, keys: Iterable[bytes]) -> None:
         """These rows may be in some tier, now or soon."""
@@ -101,12 +81,14 @@ class TierWatch:
         while self._noted:
             group, keys = self._noted.popleft()
             self._learn(group, keys, now)
-        for batch in self._new:
-            if batch.is_due(now):
-                self._look_for(batch)
-        self._new = [each for each in self._new if each.keys and each.looks < len(LOOKS)]
+        new, self._new = self._new, []
+        for since, looks, group, keys in new:
+            if since + LOOKS[looks] <= now:
+                keys, looks = self._look_for(group, keys), looks + 1
+            if keys and looks < len(LOOKS):
+                self._new.append((since, looks, group, keys))
         for group, watched in self._watched.items():
-            self._look(group, list(islice(watched, self._slice)), self._local)
+            self._look(group, list(islice(watched, SLICE)), self._local)
             self._turn_over(watched, now)
 
     def _learn(self, group: int, keys: Sequence[bytes], now: float) -> None:
@@ -114,38 +96,38 @@ class TierWatch:
         for key in keys:
             if key in watched:
                 watched[key].since = now
-            elif len(watched) < self._most_keys:
+            elif len(watched) < MOST_KEYS:
                 watched[key] = _Seen(set(), now)
-        self._new.append(_Batch(group, [key for key in dict.fromkeys(keys) if key in watched], now))
+        new = [key for key in dict.fromkeys(keys) if key in watched]
+        self._new.append((now, 0, group, new))
 
-    def _look_for(self, batch: _Batch) -> None:
-        """Look for new keys in all tiers, and later for those again that some tier lacks."""
-        watched = self._watched[batch.group]
-        keys = [key for key in batch.keys if key in watched]
-        self._look(batch.group, keys, list(self._tiers))
-        batch.keys = [key for key in keys if len(watched[key].tiers) < len(self._tiers)]
-        batch.looks += 1
-
-    def _look(self, group: int, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
+    def _look_for(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
+        """Look for new keys in all tiers; those that some tier lacks, to be looked for again."""
         watched = self._watched[group]
-        for name in tiers if keys else ():
+        left = [key for key in keys if key in watched]
+        self._look(group, left, self._tiers)
+        return [key for key in left if len(watched[key].tiers) < len(self._tiers)]
+
+    def _look(self, group: int, keys: Sequence[bytes], tiers: Sequence[Tier]) -> None:
+        watched = self._watched[group]
+        for tier in tiers if keys else ():
             changed: dict[bool, list[bytes]] = {False: [], True: []}
             try:
-                present: list[bool] = self._tiers[name].contains(group, keys).tolist()
+                present: list[bool] = tier.contains(group, keys).tolist()
             except StoreError as error:  # the next look may succeed
-                log.debug("tier %s: not looked at: %s", name, error)
+                log.debug("tier %s: not looked at: %s", tier.name, error)
                 continue
             for key, there in zip(keys, present, strict=True):
-                if there != (name in watched[key].tiers):
+                if there != (tier.name in watched[key].tiers):
                     changed[there].append(key)
-                    watched[key].tiers.symmetric_difference_update((name,))
+                    watched[key].tiers.symmetric_difference_update((tier.name,))
             for stored, listed in changed.items():
                 if listed:
-                    self._changes.append(TierChange(name, group, tuple(listed), stored))
+                    self._changes.append(TierChange(tier.name, group, tuple(listed), stored))
 
     def _turn_over(self, watched: "OrderedDict[bytes, _Seen]", now: float) -> None:
         """The first keys were looked at: they go to the end, or away if they are nowhere."""
-        for key in list(islice(watched, self._slice)):
+        for key in list(islice(watched, SLICE)):
             watched.move_to_end(key)
             if not watched[key].tiers and now - watched[key].since > LOOKS[-1]:
                 del watched[key]
@@ -154,16 +136,12 @@ class TierWatch:
 
     def start(self) -> None:
         """Turn in a thread, a few times a second."""
-        self._thread = guarded_thread("kvstow-watch", self._run, on_broken=self._break)
+        self._thread = guarded_thread("kvstow-watch", self._run, on_broken=lambda _: None)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._closing.wait(TURN_SECONDS):
             self.turn()
-
-    def _break(self, cause: BaseException) -> None:
-        """Nobody looks any more: what is not looked at is not told."""
-        self.broken = cause
 
     def close(self) -> None:
         """Stop the thread, if there is one; before the tiers are closed."""

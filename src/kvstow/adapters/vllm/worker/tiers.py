@@ -158,7 +158,7 @@ class WorkerTiers(RankPart):
         self._events: TierWatch | None = None
         if options.events and layout.tp[0] == layout.pp[0] == 0:
             tiers: list[Tier] = [self.host, *(tier for tier in self._lower if tier is not shared)]
-            self._events = TierWatch({tier.name: tier for tier in tiers})
+            self._events = TierWatch(tiers)
             self._events.start()
         self._is_here = rank.arena.device.type == "cuda"
         self._tasks = Tasks()
