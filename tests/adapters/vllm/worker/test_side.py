@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import OfferBlocks
+from kvstow.adapters.vllm.protocol import EngineRequest, OfferBlocks
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.adapters.vllm.worker.part import Task
 from kvstow.cli import app
@@ -255,6 +255,25 @@ def test_a_failed_load_gives_the_blocks_back_before_their_lease_ends():
     finally:
         prefill.hands.close()
         decode.hands.close()
+
+
+def test_an_engine_whose_agent_has_ended_goes_on_and_hands_nothing_over(
+    engines: tuple[Engine, Engine],
+):
+    prefill, decode = engines
+    first = prefill.prefill(THERE)
+    prefill.step()
+    for engine in engines:
+        engine.hands.agent.close()  # as good as an agent whose thread has ended with an error
+    second = prefill.prefill(THERE, id="another")
+    assert prefill.step().sent == {"p", "another"}
+    for params in (first, second):
+        decode.desk.arrived(EngineRequest(id="dropped", tokens=PROMPT, params=params))
+        decode.step()
+        decode.desk.finished(EngineRequest(id="dropped", tokens=PROMPT), ((), ()), 0)
+        decode.step()
+        decode.decode(params, HERE)
+        assert decode.until(lambda found: bool(found.received)).failed == {"d"}
 
 
 def test_mail_that_comes_while_a_rank_is_closed_waits_until_its_pulls_have_ended():

@@ -6,6 +6,7 @@ hand (`LLM.generate`) takes no step once its last request has ended. Mail that d
 nothing: the next step tells, and a consumer that was faster tries once more.
 """
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ import numpy as np
 from kvstow.adapters.vllm.counts import Count
 from kvstow.adapters.vllm.protocol import OfferBlocks, StepOrders, StepResults
 from kvstow.adapters.vllm.worker.part import RankPart, RankState
+from kvstow.errors import TransferError
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
@@ -22,6 +24,8 @@ from kvstow.transfer.agent import Agent
 from kvstow.transfer.tickets.lease import EndReason
 from kvstow.transfer.tickets.owner import Generations
 from kvstow.transfer.tickets.ticket import Ticket
+
+log = logging.getLogger(__name__)
 
 
 class LeasedGenerations(Generations):
@@ -67,8 +71,8 @@ class LeasedGenerations(Generations):
 class RankOffers(RankPart):
     """Leases that the scheduler's side has given out on this rank's blocks.
 
-    A lease may be read and end before a step has named it, yet its
-    request's blocks are not reported as sent before: what else needs them comes with that step.
+    A lease may be read and end before a step has named it, yet its request's blocks are not
+    reported as sent before: what else needs them comes with that step.
     """
 
     def __init__(self, rank: RankState, agent: Agent, blocks: LeasedGenerations) -> None:
@@ -91,7 +95,10 @@ class RankOffers(RankPart):
             if ticket.lease in self._heard:
                 self._heard.discard(ticket.lease)
             elif ticket.start == self._agent.endpoint.start:  # not of before the engine slept
-                self._adopt(ticket)
+                try:
+                    self._adopt(ticket)
+                except TransferError as error:  # its thread has ended: the lease is over
+                    log.warning("request %s: not offered: %s", offer.request, error)
             self._requests[ticket.lease] = offer.request
 
     def report(self, results: StepResults) -> None:
@@ -103,11 +110,11 @@ class RankOffers(RankPart):
 
     def _adopt(self, ticket: Ticket) -> None:
         """Keep what a ticket promises, from now on."""
-        self._running.add(ticket.lease)
         with self._blocks.unretired(ticket):
             self._agent.adopt(  # for all ranks of a decode instance
                 ticket, readers=None, on_end=partial(self._end, ticket.lease)
             )
+        self._running.add(ticket.lease)
 
     def _end(self, lease: int, reason: EndReason) -> None:
         self._running.discard(lease)

@@ -67,11 +67,12 @@ class RankPulls(RankPart):
     def begin(self, step: StepOrders) -> None:
         """Tickets are kept alive that somebody will pull, and given back if nobody will."""
         pulled = {ticket.lease for pull in step.pulls for ticket in pull.tickets}
-        for ticket in step.keeps:
-            if ticket.lease not in pulled:  # a pull keeps its lease alive itself
-                self._agent.keep(ticket)
-        for ticket in step.drops:
-            self._agent.drop(ticket)
+        with suppress(TransferError):  # its thread has ended: leases run out, and pulls fail
+            for ticket in step.keeps:
+                if ticket.lease not in pulled:  # a pull keeps its lease alive itself
+                    self._agent.keep(ticket)
+            for ticket in step.drops:
+                self._agent.drop(ticket)
 
     def load(self, step: StepOrders) -> None:
         for pull in step.pulls:
