@@ -54,12 +54,7 @@ TARGETS = {
     "lease": Target("transfer/tickets/lease", ("transfer/tickets/test_lease",)),
     "accept": Target(
         "transfer/pull",
-        (
-            "laws/test_fence_law",
-            "transfer/test_isolation",
-            "transfer/test_pull",
-            "transfer/test_digests",
-        ),
+        ("transfer/test_pull", "laws/test_fence_law", "transfer/test_digests"),
         (
             "written_rows",
             "pull",
