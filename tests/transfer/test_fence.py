@@ -17,6 +17,7 @@ from kvstow.transfer.fence import (
     changed,
     check_fence,
     counter_ranges,
+    ready_reads,
 )
 
 TABLES = (1 << 20, 1 << 24)
@@ -124,6 +125,16 @@ def test_no_blocks_are_answered_without_a_read_and_give_their_memory_back():
     with pytest.raises(StopIteration) as end:
         next(read.generations())
     assert end.value.value == {}
+    assert (endpoint.taken, endpoint.started) == (0, 0)
+
+
+def test_reads_that_were_made_ready_and_not_started_give_their_memory_back():
+    endpoint = Counters()
+    ticket = SimpleNamespace(blocks={0: Blocks.first([3])})
+    sources = [SimpleNamespace(mapped=each, card=CARD, ticket=ticket) for each in (None, "memory")]
+    with ready_reads(endpoint, sources) as reads:
+        assert [read is None for read in reads] == [False, True]
+        assert endpoint.taken == 1
     assert (endpoint.taken, endpoint.started) == (0, 0)
 
 
