@@ -41,6 +41,19 @@ def test_a_store_that_cannot_be_used_is_not_left_open(tmp_path):
     assert threading.active_count() == threads
 
 
+def test_a_capacity_that_is_not_given_again_stays_and_is_not_written_again(tmp_path):
+    made(tmp_path)
+    file = tmp_path / "store.json"
+    before = file.stat().st_ino
+    for capacity in (None, MIB, None):
+        with contextlib.closing(DiskTier(tmp_path, capacity=capacity)) as tier:
+            assert tier.capacity == MIB
+    assert file.stat().st_ino == before
+    DiskTier(tmp_path, capacity=2 * MIB).close()
+    with contextlib.closing(DiskTier(tmp_path)) as tier:
+        assert tier.capacity == 2 * MIB
+
+
 def right_rows(tier):
     """How many of the rows are served; every one that is, is right."""
     rows = [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in KEYS]
