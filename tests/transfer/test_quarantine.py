@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvstow.errors import TransferError
 from kvstow.transfer.channel.messages import End
 from kvstow.transfer.options import Options
 from kvstow.transfer.peers.endpoint import EngineReplaced
@@ -227,6 +228,35 @@ def test_of_a_dead_producer_rows_are_quiet_after_a_fresh_engine(found_by: str):
     assert world.quarantine._is_due()
     world.num_engines += 1
     assert is_over(waiting)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_producer_is_connected_while_its_memory_is_looked_at(monkeypatch, is_gone: bool):
+    world = World()
+    world.source.ticket = SimpleNamespace(blocks={})
+    world.attach = lambda card, user: world.events.append(("attach", card.engine, user))
+    world.detach = lambda engine, user: world.events.append(("detach", engine, user))
+
+    class Read:
+        def __init__(self, *args: Any) -> None:
+            world.events.append("read")
+            if is_gone:
+                raise TransferError("gone", kind="peer")
+
+        def generations(self) -> Any:
+            yield 0.0
+
+    monkeypatch.setattr("kvstow.transfer.quarantine.CounterRead", Read)
+    looking = world.quarantine._looked(world.source)  # type: ignore
+    if is_gone:
+        with pytest.raises(TransferError):
+            next(looking)
+    else:
+        assert not is_over(looking)
+        assert len(world.events) == 2
+        assert is_over(looking)
+    there = "their engine", world.source
+    assert world.taken() == [("attach", *there), "read", ("detach", *there)]
 
 
 # ── when the engine is replaced ───────────────────────────────────────────────────────

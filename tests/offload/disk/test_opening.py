@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,10 @@ import pytest
 from faulty import FaultyFiles
 from kvstow.errors import StoreError
 from kvstow.offload.disk.inspect import survey, verify
+from kvstow.offload.disk.opening import stored_layout
 from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.rows import row_layout
+from kvstow.plan.manifest import encode
 from offloading import hybrid, numbered_key, numbered_row, row_files
 
 MIB = 1 << 20
@@ -52,6 +56,27 @@ def test_a_capacity_that_is_not_given_again_stays_and_is_not_written_again(tmp_p
     DiskTier(tmp_path, capacity=2 * MIB).close()
     with contextlib.closing(DiskTier(tmp_path)) as tier:
         assert tier.capacity == 2 * MIB
+
+
+def test_a_layout_that_does_not_say_which_computation_makes_the_rows_is_refused(tmp_path):
+    made(tmp_path)
+    (tmp_path / "layout.json").write_bytes(encode(replace(row_layout(hybrid()), identity=None)))
+    with pytest.raises(StoreError, match=r"layout.json does not say which computation"):
+        DiskTier(tmp_path, hybrid())
+
+
+def test_whoever_makes_a_store_a_moment_later_must_have_the_same_layout(tmp_path, monkeypatch):
+    link = os.link
+
+    def after_another(new, name):
+        shutil.copy(new, name)
+        Path(name).write_bytes(encode(row_layout(hybrid(model="another"))))
+        link(new, name)
+
+    monkeypatch.setattr(os, "link", after_another)
+    with pytest.raises(StoreError, match="rows of another model"):
+        DiskTier(tmp_path, hybrid(), capacity=MIB)
+    assert stored_layout(tmp_path).model == "another"
 
 
 def right_rows(tier):
