@@ -198,3 +198,13 @@ def test_a_lease_that_is_granted_again_has_not_ended():
     assert not leases.has_ended(1)
     assert expired(leases, 29) == set()
     assert expired(leases, 30) == {1}
+
+
+def test_leases_are_those_that_run():
+    leases = Leases()
+    assert 1 not in leases
+    made(leases, 1)
+    assert 1 in leases
+    assert 2 not in leases
+    leases.end(1, "withdrawn")
+    assert 1 not in leases
