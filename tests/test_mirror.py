@@ -49,7 +49,6 @@ ELSEWHERE = {
     "transfer/channel/messages.py": "transfer/channel/test_framing.py",
     "transfer/channel/status.py": "cli/test_status.py",
     "transfer/metrics.py": "offload/test_metrics.py",
-    "transfer/peers/incoming.py": "transfer/test_server.py",
     "transfer/pulls.py": "transfer/test_pull.py",
     "transfer/serve.py": "transfer/test_kills.py",
     "transfer/source.py": "transfer/test_pull.py",

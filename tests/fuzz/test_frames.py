@@ -36,6 +36,7 @@ BEGIN = say.Begin(
     1,
     7,
     b"d" * 16,
+    "write",
     (say.Claim(("layers.0",), (("k", (BOX,)),)),),
     say.Write((IDS,), 0, 16),
     0,

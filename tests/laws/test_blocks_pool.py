@@ -214,11 +214,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.tickets[row] = generation
 
     @precondition(lambda self: self.sets.quarantined)
-    @rule(data=st.data())
-    def unquarantine(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), whole=st.none() | st.booleans())
+    def unquarantine(self, data: st.DataObject, whole: bool | None) -> None:
         row = data.draw(st.sampled_from(sorted(self.sets.quarantined)))
-        self.pool.unquarantine(row[0], [row[1]])
+        self.pool.unquarantine(row[0], [row[1]], None if whole is None else np.array([whole]))
         self.sets.quarantined.discard(row)
+        if whole is not None:
+            self.sets.unknown.discard(row)
+            self.sets.suspect -= {row} if whole else set()
         self.sets.held[row] -= 1
         self.fenced_out(row)
         self.ended()

@@ -17,9 +17,9 @@ from kvstow.plan.layout import Layout
 from kvstow.route.compare import differences
 from kvstow.route.route import plan_route
 from kvstow.route.sources import sources
-from kvstow.transfer import source
+from kvstow.transfer import serve, source
 from kvstow.transfer.metrics import TransferMetrics
-from kvstow.transfer.peers import endpoint, incoming, layouts, probe
+from kvstow.transfer.peers import endpoint, layouts, probe
 from kvstow.transfer.transport import mapped
 from schedules.remotes import threadless
 
@@ -117,8 +117,8 @@ def prepared() -> Generator[None]:
         (probe, "PROBE_BYTES", PROBE_BYTES),
         (mapped, "STEP_BYTES", STEP_BYTES),
         (source, "sources_of", shared_out),
-        (incoming, "sources", shared_out),
-        (incoming, "plan_route", joined),
+        (serve, "sources", shared_out),
+        (serve, "plan_route", joined),
         (Layout, "identified", _identified(ByLayout(Layout.identified))),
     ]
     with ExitStack() as stack:

@@ -4,7 +4,7 @@ order on each line, as over ZeroMQ."""
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvstow.transfer.channel.framing import Clients, Session, encode_message, heard_from_server
+from kvstow.transfer.channel.framing import Session, encode_message, read_frame
 from kvstow.transfer.channel.messages import AnyMessage
 
 
@@ -73,22 +73,18 @@ class SimChannel:
         self.inbox: list[Packet] = []
         self.drops: list[str] = []
         self._network = network
-        self._clients = Clients(self._reply, self._on_drop)
         self._client_of: dict[Session, bytes] = {}
+        self._address_of: dict[Session, str] = {}
         network.channels[address] = self
 
     def _on_drop(self, reason: str, detail: str) -> None:
         self.drops.append(reason)
 
-    def _reply(self, client: bytes, data: bytes) -> bool:
-        self._network.packets.append(Packet("", client, data))
-        return True
-
     def dial(self, address: str, key: str) -> Session:
         line, client = Session(), self._network.client()
         self._client_of[line] = client
         self._network.dialled[client] = self, line
-        line.address = address  # type: ignore[attr-defined]
+        self._address_of[line] = address
         return line
 
     def leave(self, line: Any) -> None:
@@ -97,19 +93,17 @@ class SimChannel:
 
     def hang_up(self, line: Any) -> None:
         client = self._client_of.pop(line, None)
-        if client is None:
-            self._clients.forget(line)
-        else:
+        if client is not None:
             self._network.dialled.pop(client, None)
 
     def send(self, line: Any, message: AnyMessage) -> bool:
         data = encode_message(message)
-        if line.client is not None:
-            return self._reply(line.client, data)
-        if line in self._client_of:
-            packet = Packet(line.address, self._client_of[line], data)
+        if line.is_incoming:
+            self._network.packets.append(Packet("", line.client, data))
+        elif line in self._client_of:
+            packet = Packet(self._address_of[line], self._client_of[line], data)
             self._network.packets.append(packet)
-        return line in self._client_of
+        return line.is_incoming or line in self._client_of
 
     def watch(self, fd: int) -> None:
         """Turns come from the schedule."""
@@ -118,14 +112,14 @@ class SimChannel:
         arrived, self.inbox = self.inbox, []
         for packet in arrived:
             if packet.address:
-                said = self._clients.heard(packet.client, packet.data)
-                if said is not None:
-                    yield said
+                line = Session.of_client(packet.client)
             elif packet.client in self._network.dialled:
                 line = self._network.dialled[packet.client][1]
-                message = heard_from_server(packet.data, self._on_drop)
-                if message is not None:
-                    yield line, message
+            else:
+                continue
+            message = read_frame(packet.data, self._on_drop)
+            if message is not None:
+                yield line, message
 
     def close(self) -> None:
         """Nobody is at this address any more, and nothing comes back."""

@@ -600,7 +600,7 @@ def test_only_rows_that_a_failed_pull_writes_to_are_counted_in_quarantine(scene)
     )
     assert scene.consumer.end_pull(number)["kind"] == "timeout"
     order = scene.consumer.transfers[number].order
-    rows = sum(map(len, order.written_ids.values()))
+    rows = sum(map(len, order.written.values()))
     assert rows < sum(map(len, order.into.values()))
     wait_for(lambda: scene.consumer.agent.quarantine.rows == rows)
     scene.finish()
@@ -621,10 +621,7 @@ def test_rows_are_unknown_before_their_pull_can_end(monkeypatch):
     node.agent.pull(ticket, into=into)
     assert begun == [[True] * len(into)]
     monkeypatch.undo()
-    node.agent._owner.end_writing({g: listed.ids for g, listed in into.items()})
-    for g, listed in into.items():
-        node.owner.release(g, listed.ids)
-        node.owner.trust(g, listed.ids)
+    node.agent._owner.unquarantine(into, {g: np.ones(len(b), bool) for g, b in into.items()})
     node.close()
     with pytest.raises(TransferError, match="closed"):
         node.agent.pull(ticket, into=into)
@@ -650,11 +647,11 @@ def test_a_retry_into_rows_that_are_not_quiet_is_refused_and_harms_nobody():
         names = producer.agent.endpoint.transport.name, local.name
         fabric.cut(*names)
         failed = agent.pull(ticket, into=held, deadline=0.2)
-        with pytest.raises(TransferError, match="may still write to 5 of 5 blocks"):
+        with pytest.raises(TransferError, match="in quarantine already"):
             agent.pull(ticket, into=held)
         with pytest.raises(TransferError, match="no end within"):
             failed.wait(10)
-        with pytest.raises(TransferError, match="may still write to 5 of 5 blocks"):
+        with pytest.raises(TransferError, match="in quarantine already"):
             agent.pull(ticket, into=held)
         fabric.reconnect(*names)
         agent.pull(ticket, into=other).wait(10)

@@ -324,9 +324,11 @@ def late() -> TransferError:
 
 
 def test_a_future_has_what_its_story_returns_or_raises(loop, clock):
-    good = loop.future("good", counting([], 0.0, result=7), seconds=5.0, late=late)
-    bad = loop.future("bad", failing(TransferError("no", kind="peer")), seconds=5.0, late=late)
-    slow = loop.future("slow", counting([], *[100.0] * 9), seconds=5.0, late=late)
+    good = loop.future(Task("good"), counting([], 0.0, result=7), seconds=5.0, late=late)
+    bad = loop.future(
+        Task("bad"), failing(TransferError("no", kind="peer")), seconds=5.0, late=late
+    )
+    slow = loop.future(Task("slow"), counting([], *[100.0] * 9), seconds=5.0, late=late)
     loop.step()
     loop.step()
     assert good.result(0) == 7
@@ -337,7 +339,9 @@ def test_a_future_has_what_its_story_returns_or_raises(loop, clock):
 
 
 def test_the_story_of_a_future_that_is_cancelled_ends(loop):
-    early, begun = (loop.future("f", counting([], 9.0), seconds=99.0, late=late) for _ in range(2))
+    early, begun = (
+        loop.future(Task("f"), counting([], 9.0), seconds=99.0, late=late) for _ in range(2)
+    )
     assert early.cancel()
     loop.step()
     assert len(loop.tasks) == 1
@@ -350,11 +354,11 @@ def test_the_story_of_a_future_that_is_cancelled_ends(loop):
 
 def test_what_is_under_way_when_a_loop_is_closed_ends_with_an_error(loop):
     ended: list[bool] = []
-    begun = loop.future("begun", counting([], 9.0), seconds=99.0, late=late)
+    begun = loop.future(Task("begun"), counting([], 9.0), seconds=99.0, late=late)
     loop.step()
     task = loop.start("story", counting([], 9.0))
     task.on_end = lambda: ended.append(True)
-    submitted = loop.future("submitted", counting([], 9.0), seconds=99.0, late=late)
+    submitted = loop.future(Task("submitted"), counting([], 9.0), seconds=99.0, late=late)
     loop.close()
     for future in (begun, submitted):
         assert future.exception(0).kind == "aborted"

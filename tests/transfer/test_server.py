@@ -147,7 +147,7 @@ def refusal(pair: Pair, write: Write | None, samples: tuple[Sample, ...]) -> str
     ticket = pair.producer.offer_blocks(SOURCE, TOKENS)
     said: list[AnyMessage] = []
     pair.peer.hear = said.append  # type: ignore[method-assign]
-    pair.peer.send(Begin(5, ticket.lease, ticket.digest, None, write, 0, samples))
+    pair.peer.send(Begin(5, ticket.lease, ticket.signature, "write", None, write, 0, samples))
     started = time.monotonic()
     pair.rounds(3)
     assert time.monotonic() - started < 10

@@ -265,10 +265,10 @@ class Pool:
             state[row] = min(state[source], UNKNOWN)
 
     def quarantine(self, group: int, ids: npt.ArrayLike) -> None:
-        """Keep held rows out of use, whoever releases them, until `unquarantine`.
+        """Somebody writes to held rows: keep them out of use, whoever releases them, until
+        `unquarantine`.
 
-        For rows that somebody may still be writing to. Their content is forgotten, their
-        generations move on, and they are not cached again before they were free.
+        Their content is forgotten and `unknown`, and their generations move on.
         """
         self.check_thread()
         rows = self._of[group][1]
@@ -279,14 +279,17 @@ class Pool:
         rows.generations[ids] += 1
         rows.refs[ids] += 1
 
-    def unquarantine(self, group: int, ids: npt.ArrayLike) -> None:
-        """End the quarantine of rows: free, unless somebody still holds them. Their
-        generations move on."""
+    def unquarantine(self, group: int, ids: npt.ArrayLike, whole: Bools | None = None) -> None:
+        """Nobody writes to the rows any more: free, unless somebody still holds them. With `whole`
+        all has been written, and they are trusted. Their generations move on."""
         self.check_thread()
         rows = self._of[group][1]
-        ids = np.unique(rows.existing(ids))
+        ids = rows.existing(ids)
         rows.check_none(ids, rows.state[ids] != QUARANTINED, "is not in quarantine")
         rows.state[ids] = UNKNOWN
+        if whole is not None:
+            self.trust(group, ids, whole)
+        ids = np.unique(ids)
         rows.generations[ids] += 1
         self.release(group, ids)
 

@@ -5,8 +5,8 @@
     NEW          1 …     what its holders write; free after the last hold
     KEPT         0 …     what may be wanted again: cached, and evicted, while nobody holds it
     PARTIAL      1 …     less than all: its request may use it, it is never cached
-    UNKNOWN      1 …     nothing that anybody may use: somebody writes to it, or has failed to
-    QUARANTINED  1 …     the same, and one of the holds is the quarantine's
+    UNKNOWN      1 …     nothing that anybody may use: a pull into it has failed
+    QUARANTINED  1 …     the same: somebody writes to it, and one of the holds is for that
 
 `LruQueue` has the cached rows in the order of their last use, `FreeSlabs` the slabs in which rows
 are free. Rows that lie in slabs of other groups are free here; who owns a slab is written down

@@ -8,9 +8,8 @@ with Agent(arena, pool, transport=NixlTransport(), identity=identity) as agent:
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
 from random import Random, SystemRandom
 from typing import Self
 
@@ -20,16 +19,14 @@ from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.plan.identity import Identity
-from kvstow.plan.layout import Layout
-from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.transfer.channel.curve import Keys
-from kvstow.transfer.channel.framing import Channel, DropReason, Session
+from kvstow.transfer.channel.framing import Channel, Session
 from kvstow.transfer.channel.messages import MAX_NAME, AnyMessage, End
 from kvstow.transfer.channel.sockets import SocketChannel
 from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.digests import warm_up
-from kvstow.transfer.loop import Loop, Routine
+from kvstow.transfer.loop import Loop, Routine, Task
 from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options, Way, check_words
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.outgoing import Outgoing, Peers
@@ -47,7 +44,12 @@ from kvstow.transfer.server import Server
 from kvstow.transfer.tickets.lease import EndReason
 from kvstow.transfer.tickets.offers import Offers
 from kvstow.transfer.tickets.owner import Owner, OwnerQueue
-from kvstow.transfer.tickets.ticket import Ticket, check_blocks
+from kvstow.transfer.tickets.ticket import (
+    Ticket,
+    check_blocks,
+    check_request,
+    check_states,
+)
 from kvstow.transfer.transport.base import Transport
 from kvstow.transfer.transport.mapped import NodeMemory
 
@@ -102,7 +104,7 @@ class Agent:
             random=random or SystemRandom(),
             node=node,
         )
-        self.channel = channel or SocketChannel(listen, keys, self._dropped)
+        self.channel = channel or SocketChannel(listen, keys, self.endpoint.drop)
         self.loop = Loop(
             self.name,
             self.channel,
@@ -281,9 +283,10 @@ class Agent:
         peer = self.peers.at(address, key)
         question = prefix_question(self.endpoint, keys, step)
         patience = seconds or self.options.contact_seconds
+        task = Task[Ticket | None](f"ask {address}")
         return self.loop.future(
-            f"ask {address}",
-            ask_peer(self.endpoint, self.loop, peer, question),
+            task,
+            ask_peer(self.endpoint, peer, question, task),
             seconds=patience,
             late=lambda: not_answered(peer, patience),
         )
@@ -298,7 +301,8 @@ class Agent:
         def late() -> TransferError:
             return TransferError(f"peer at {address} did not answer", kind="timeout", peer=address)
 
-        met = self.loop.future(f"connect {address}", peer.met(), seconds=patience, late=late)
+        task = Task[None](f"connect {address}")
+        met = self.loop.future(task, peer.met(), seconds=patience, late=late)
         try:
             met.result(patience + 1)
         except TimeoutError:  # this agent was not started: nothing watches its deadlines
@@ -328,52 +332,38 @@ class Agent:
         """
         self.settle()
         listed = (tickets,) if isinstance(tickets, Ticket) else tuple(tickets)
-        tokens = checked_tokens(listed, start_token, num_tokens)
         seconds = self.options.transfer_seconds if deadline is None else deadline
         if not seconds > 0:
             raise TransferError(f"deadline is {seconds} s, not above 0", kind="refused")
         check_words(direction, digest)
         check_blocks(self.endpoint.layout, into, whose=self.name)
-        check_states(self.endpoint.layout, into, tokens, listed[0].num_tokens)
-        self._check_identity(listed, identity)
-        with ExitStack() as undo:
-            self._owner.share(into)
-            undo.callback(self._owner.release, into)
-            written = written_rows(self.endpoint.layout, into, Tokens(start_token, tokens))
-            order = Order(
-                into=dict(into),
-                written=written,
-                written_ids={g: into[g].ids[those] for g, those in written.items()},
-                generations=self.endpoint.generations(into),
-                start_token=start_token,
-                num_tokens=tokens,
-                direction=direction or self.options.direction,
-                digest=digest or self.options.digest,
-            )
-            trusted = self._owner.begin_writing(order.written_ids)
-            undo.callback(self._owner.end_writing, order.written_ids, trusted)
-            transfer = Transfer(order, self.loop, self._owner, on_quiet)
+        request = self.endpoint.identity if identity is None else identity
+        digest_of = request.digest if isinstance(request, Identity) else request
+        tokens = check_request(
+            self.endpoint.layout, listed, into, start_token, num_tokens, digest_of
+        )
+        self.loop.check_open()
+        written = written_rows(self.endpoint.layout, into, Tokens(start_token, tokens))
+        self._owner.quarantine(written)
+        order = Order(
+            into=dict(into),
+            written=written,
+            generations=self.endpoint.generations(written),
+            start_token=start_token,
+            num_tokens=tokens,
+            direction=direction or self.options.direction,
+            digest=digest or self.options.digest,
+        )
+        transfer = Transfer(order, self.loop, self._owner, on_quiet)
+        try:
             self.loop.submit(
                 lambda: self.pulls.begin(transfer, listed, seconds),
                 lambda error: self.pulls.refuse(transfer, error),
             )
-            undo.pop_all()
+        except BaseException:
+            self._owner.unquarantine(written)
+            raise
         return transfer
-
-    def _check_identity(self, tickets: Sequence[Ticket], identity: Identity | bytes | None) -> None:
-        """TransferError for a ticket of another computation than the request's."""
-        request = self.endpoint.identity if identity is None else identity
-        digest = request.digest if isinstance(request, Identity) else request
-        for ticket in tickets:
-            if ticket.identity != digest:
-                raise TransferError(
-                    f"ticket of agent {ticket.agent!r}: it is of computation "
-                    f"{ticket.identity.hex()[:16]}, the request of {digest.hex()[:16]}: weights, "
-                    "configuration, adapter or salt differ\n\n"
-                    "hint: offer and pull with identity=Identity.for_request(adapter=, salt=)",
-                    kind="ticket",
-                    peer=ticket.agent,
-                )
 
     def maps(self, ticket: Ticket) -> bool:
         """Whether what a ticket names is memory of ours by now, so that to pull it is to copy it
@@ -423,10 +413,6 @@ class Agent:
         self.endpoint.transport.progress()
         if self._settles_itself:
             self.settle()
-
-    def _dropped(self, reason: DropReason, detail: str) -> None:
-        self.endpoint.metrics.messages.labels(reason).inc()
-        self.endpoint.note("message-dropped", {"reason": reason, "detail": detail})
 
     def _failed(self, what: str) -> None:
         """A message, a command or a deferred call has raised, which is logged."""
@@ -509,44 +495,3 @@ def _checked_name(name: str) -> str:
     if len(name) > MAX_NAME:
         raise SpecError(f"agent name {name[:40]!r}… has {len(name)} characters, not {MAX_NAME}")
     return name
-
-
-def check_states(layout: Layout, groups: Iterable[int], num_tokens: int, held: int) -> None:
-    """TransferError where fewer tokens than are `held` are wanted of recurrent states: a state is
-    that after all of them."""
-    for rows in (layout.groups[g] for g in groups):
-        if num_tokens < held and isinstance(rows.group.retention, State):
-            raise TransferError(
-                f"group {rows.group.name!r}: the recurrent state is that after {held} tokens, not "
-                f"after {num_tokens}\n\nhint: all {held} tokens, or leave this group out",
-                kind="refused",
-            )
-
-
-def checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int | None) -> int:
-    """How many tokens a pull wants; TransferError where the tickets do not have them."""
-    if not all(isinstance(ticket, Ticket) for ticket in tickets):  # pyright: ignore[reportUnnecessaryIsInstance]
-        kinds = sorted({type(ticket).__name__ for ticket in tickets})
-        raise TransferError(
-            f"tickets are {', '.join(kinds)}\n\nhint: kvstow.Ticket.parse(text)", kind="ticket"
-        )
-    lengths = {ticket.num_tokens for ticket in tickets}
-    if not tickets:
-        raise TransferError("a pull needs at least one ticket", kind="ticket")
-    if len(lengths) != 1:
-        raise TransferError(
-            f"tickets of {sorted(lengths)} tokens are not of one request", kind="ticket"
-        )
-    offered = lengths.pop()
-    end = offered if num_tokens is None else num_tokens
-    if end > offered:
-        raise TransferError(
-            f"{end} tokens were requested, the ticket is for {offered}", kind="ticket"
-        )
-    if not 0 <= start_token < end:
-        raise TransferError(
-            f"tokens [{start_token}, {end}) are none\n\nhint: start_token is at least 0 and "
-            f"below num_tokens",
-            kind="refused",
-        )
-    return end

@@ -194,6 +194,25 @@ class Mailbox:
         return self.take(kind)
 
 
+class Conversation:
+    """What a peer says to one task: about a pull, a transfer that is served, or a question. While
+    it lasts, `lease` is renewed if it is not 0."""
+
+    lease = 0
+
+    def __init__(self, task: Task[Any]) -> None:
+        self.task = task
+        self.mailbox = Mailbox(task.wake)
+
+    def hear(self, message: AnyMessage) -> None:
+        """Take in what the peer says."""
+        self.mailbox.put(message)
+
+    def lose(self, error: TransferError) -> None:
+        """The peer is gone."""
+        self.task.interrupt(error)
+
+
 # ── the loop ──────────────────────────────────────────────────────────────────────────
 
 
@@ -246,7 +265,7 @@ class Loop:
     ) -> None:
         """Have something done in the loop's thread; `on_error` is told what it raises. Raises
         TransferError once the loop is closed."""
-        self._check_process()
+        self.check_open()
         with self._waking:
             if self._wake_fd < 0:
                 raise self._closed()
@@ -254,19 +273,24 @@ class Loop:
             os.eventfd_write(self._wake_fd, 1)
 
     def future(
-        self, name: str, routine: Routine[T], *, seconds: float, late: Callable[[], TransferError]
+        self,
+        task: Task[T],
+        routine: Routine[T],
+        *,
+        seconds: float,
+        late: Callable[[], TransferError],
     ) -> "Future[T]":
-        """Begin a routine; what it returns or raises, later. After `seconds` it is interrupted with
-        the error that `late` makes, and at once if the future is cancelled."""
+        """Begin the routine of a task; what it returns or raises, later. After `seconds` it is
+        interrupted with the error that `late` makes, and at once if the future is cancelled."""
         answer: Future[T] = Future()
 
         def begin() -> None:
             if answer.cancelled():
                 return
-            task = self.start(name, routine)
+            self.begin(task, routine)
             task.deadline, task.late = self.clock() + seconds, late
             task.on_end = lambda: _tell(answer, task)
-            error = TransferError(f"{name}: no longer needed", kind="aborted")
+            error = TransferError(f"{task.name}: no longer needed", kind="aborted")
             answer.add_done_callback(lambda _: self.try_submit(lambda: task.interrupt(error)))
 
         self.submit(begin, answer.set_exception)
@@ -281,8 +305,11 @@ class Loop:
         """Resume every routine, if the loop still runs."""
         self.try_submit(self.wake_all)
 
-    def _check_process(self) -> None:
-        """TransferError in a process that was forked: it has no thread that would do anything."""
+    def check_open(self) -> None:
+        """TransferError once it is closed, and in a process that was forked: that has no thread
+        that would do anything."""
+        if self._wake_fd < 0:
+            raise self._closed()
         if os.getpid() != self._opener:
             raise TransferError(
                 f"agent {self.name!r} was made by process {self._opener}, and this is process "
@@ -358,7 +385,7 @@ class Loop:
     def run(self, begin: Callable[[], None]) -> None:
         """Turn in a thread of its own from now on, which calls `begin` first. TransferError once it
         is closed."""
-        self._check_process()
+        self.check_open()
         if self._closing.is_set():
             raise self._closed()
         if self._thread is None:

@@ -5,14 +5,10 @@ from math import inf
 from typing import Literal, get_args
 
 from kvstow.errors import SpecError
+from kvstow.transfer.channel.messages import Way as Way
 
 LEAST_SLOT_BYTES = 32
 """A slot holds at least a few copies: smaller ones would make as many messages as copies."""
-
-Way = Literal["mapped", "read", "write", "slots"]
-"""The consumer copies out of the producer's memory, which it has mapped; or reads every piece into
-its place; the producer writes it there; or both copy pieces through slots, which the consumer reads
-whole."""
 
 DigestPolicy = Literal["always", "sample", "off"]
 

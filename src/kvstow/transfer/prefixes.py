@@ -25,15 +25,14 @@ from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.channel.messages import (
     MAX_ASKED_KEYS,
-    AnyMessage,
     AskPrefix,
     MissReason,
     TellPrefix,
 )
-from kvstow.transfer.loop import IDLE, Loop, Mailbox, Routine
+from kvstow.transfer.loop import Conversation, Loop, Routine, Task
 from kvstow.transfer.peers.endpoint import Endpoint
-from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.outgoing import Outgoing
+from kvstow.transfer.serve import Incoming
 from kvstow.transfer.tickets.lease import EndReason
 from kvstow.transfer.tickets.offers import Offers, OnEnd
 from kvstow.transfer.tickets.owner import OwnerQueue
@@ -199,45 +198,31 @@ def prefix_question(endpoint: Endpoint, keys: Sequence[bytes], step: int) -> Ask
     return AskPrefix(number, endpoint.identity.digest, step, b"".join(keys))
 
 
-class Question:
-    """A question that waits for its answer, as the peer sees it."""
-
-    lease = 0
-
-    def __init__(self, loop: Loop) -> None:
-        self.mailbox = Mailbox(loop.wake_all)
-        self.error: TransferError | None = None
-
-    def hear(self, message: AnyMessage) -> None:
-        self.mailbox.put(message)
-
-    def lose(self, error: TransferError) -> None:
-        self.error = error
-
-
 def ask_peer(
-    endpoint: Endpoint, loop: Loop, peer: Outgoing, question: AskPrefix
+    endpoint: Endpoint, peer: Outgoing, question: AskPrefix, task: Task[Ticket | None]
 ) -> Routine[Ticket | None]:
     """Ask a peer and wait for its answer: a ticket, or None for a miss."""
-    waiting, num_tokens = Question(loop), len(question.keys) // KEY_BYTES * question.step
+    answers, num_tokens = Conversation(task), len(question.keys) // KEY_BYTES * question.step
     yield from peer.met()
-    peer.readers[question.question] = waiting
+    peer.readers[question.question] = answers
     try:
         peer.send(question)
-        while not waiting.mailbox.has(TellPrefix):
-            if waiting.error is not None:
-                raise waiting.error
-            yield IDLE
+        answer = yield from answers.mailbox.wait(TellPrefix)
     finally:
         del peer.readers[question.question]
-    answer = waiting.mailbox.take(TellPrefix)
     if answer.miss is not None:
         peer.misses[answer.miss] += 1
         facts = {"peer": peer.name, "tokens": num_tokens, "reason": answer.miss}
         endpoint.note("prefix-missed", facts)
         return None
     ticket = Ticket.from_bytes(answer.ticket)
-    _check(peer, question, num_tokens, ticket)
+    if not 0 < ticket.num_tokens <= num_tokens:
+        raise TransferError(
+            f"peer {peer.name!r} answered with {ticket.num_tokens} tokens, asked for at most "
+            f"{num_tokens}",
+            kind="ticket",
+            peer=peer.name,
+        )
     return ticket
 
 
@@ -249,24 +234,3 @@ def not_answered(peer: Outgoing, seconds: float) -> TransferError:
         kind="timeout",
         peer=peer.address,
     )
-
-
-def _check(peer: Outgoing, question: AskPrefix, num_tokens: int, ticket: Ticket) -> None:
-    """TransferError unless the ticket is the peer's own, and for what was asked."""
-    card = peer.card
-    assert card is not None
-    expected = question.identity, card.agent, card.start
-    if (ticket.identity, ticket.agent, ticket.start) != expected:
-        raise TransferError(
-            f"peer {peer.name!r} answered with a ticket of agent {ticket.agent!r}, start "
-            f"{ticket.start!r}, or of another computation",
-            kind="ticket",
-            peer=peer.name,
-        )
-    if not 0 < ticket.num_tokens <= num_tokens:
-        raise TransferError(
-            f"peer {peer.name!r} answered with {ticket.num_tokens} tokens, asked for at most "
-            f"{num_tokens}",
-            kind="ticket",
-            peer=peer.name,
-        )

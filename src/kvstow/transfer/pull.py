@@ -14,7 +14,6 @@ from typing import Literal
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.layout import Layout
-from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens, block_span
 from kvstow.route.copies import Copies
@@ -50,12 +49,11 @@ rows move: in another thread it would start too late."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Order:
-    """What a pull wants: tokens `[start_token, num_tokens)` of a request, in these rows, which
-    have these generations. Those that are `written` get some of the tokens."""
+    """What a pull wants: tokens `[start_token, num_tokens)` of a request, in these rows. Those that
+    are `written` get some of the tokens; they have these generations."""
 
     into: Mapping[int, Blocks]
-    written: Mapping[int, Bools]
-    written_ids: Mapping[int, Ints]
+    written: Mapping[int, Blocks]
     generations: Mapping[int, Ints]
     start_token: int
     num_tokens: int
@@ -65,7 +63,7 @@ class Order:
     @property
     def num_rows(self) -> int:
         """How many rows are written to."""
-        return sum(map(len, self.written_ids.values()))
+        return sum(map(len, self.written.values()))
 
     def copies(self, source: Source) -> Copies:
         """Which bytes of a source go where, as offsets in the two arenas."""
@@ -76,13 +74,14 @@ class Order:
         )
 
 
-def written_rows(layout: Layout, into: Mapping[int, Blocks], tokens: Tokens) -> dict[int, Bools]:
-    """By group, which rows a pull of these tokens writes to: not those of tokens before them."""
-    groups = {g: layout.groups[g].group for g in into}
-    return {
-        g: (blocks.index + 1) * block_span(groups[g]) > tokens.of(groups[g]).first
-        for g, blocks in into.items()
-    }
+def written_rows(layout: Layout, into: Mapping[int, Blocks], tokens: Tokens) -> dict[int, Blocks]:
+    """The rows that a pull of these tokens writes to: not those of tokens before them."""
+    written: dict[int, Blocks] = {}
+    for g, blocks in into.items():
+        group = layout.groups[g].group
+        gets_some = (blocks.index + 1) * block_span(group) > tokens.of(group).first
+        written[g] = Blocks(blocks.ids[gets_some], blocks.index[gets_some])
+    return written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +332,7 @@ def compare_digests(
 
 def check_still_ours(endpoint: Endpoint, order: Order) -> None:
     """The consumer's own fence: our rows must still be the ones that were given."""
-    wrong = changed(endpoint.generations(order.into), order.into, order.generations)
+    wrong = changed(endpoint.generations(order.written), order.written, order.generations)
     if wrong:
         raise TransferError(
             "destination rows were given to other requests in the meantime", kind="fence"

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 class Transfer:
     """A pull on its way. `poll` and `wait` may be called from any thread.
 
-    The rows belong to the transfer until it is `quiet`, which may be later than its end if it
-    failed: the agent keeps them from being reused until then. Rows are given back by
-    `agent.settle`, which `poll` and `wait` call only in the thread of the blocks' owner.
+    Its rows are in quarantine until it is `quiet`, which may be later than its end if it failed.
+    They are given back by `agent.settle`, which `poll` and `wait` call only in the thread of the
+    blocks' owner.
     """
 
     def __init__(
@@ -143,14 +143,12 @@ class Pulls:
         """The routine is over. Where that is a bug's fault, or the agent was closed, its rows wait
         until the agent is."""
         if not transfer.done:
-            self._owner.defer(lambda: self._put_aside(transfer.order))
             transfer.end(None, task.error)
 
     def refuse(self, transfer: Transfer, error: TransferError) -> None:
         """A pull could not begin: nothing has written to its rows."""
-        self._owner.defer(lambda: self._end_writing(transfer.order))
         transfer.end(None, error)
-        transfer.mark_quiet()
+        self._end_quarantine(transfer)
 
     def _followed(self, transfer: Transfer, sources: Sequence[Source]) -> Routine[None]:
         """A pull to its end; and, where it has failed, until its rows are quiet."""
@@ -159,15 +157,14 @@ class Pulls:
             stats = yield from pull(self._endpoint, order, sources, self._plans)
         except TransferError as error:
             self._count(transfer, sources, error.kind)
-            self._owner.defer(lambda: self._put_aside(order))
             transfer.end(None, error)
             yield from self._quarantine.quiesced(sources, order.num_rows)
-            self._take_back(transfer)
+            self._end_quarantine(transfer)
             return
         self._count(transfer, sources, "accepted")
         filled = _filled(order, sources)
         self._owner.defer(
-            lambda: self._accept(order, filled),
+            lambda: self._owner.unquarantine(order.written, filled),
             lambda error: transfer.end(None, bug("accepting a pull", error)),
         )
         del self.unquiet[transfer]
@@ -182,12 +179,12 @@ class Pulls:
     def mark_quiet(self) -> None:
         """The engine was closed: nothing writes any more."""
         for transfer in tuple(self.unquiet):
-            self._take_back(transfer)
+            self._end_quarantine(transfer)
 
-    def _take_back(self, transfer: Transfer) -> None:
+    def _end_quarantine(self, transfer: Transfer) -> None:
         """Nothing writes to a failed pull's rows any more."""
-        del self.unquiet[transfer]
-        self._owner.defer(lambda: self._end_quarantine(transfer.order))
+        self.unquiet.pop(transfer, None)
+        self._owner.defer(lambda: self._owner.unquarantine(transfer.order.written))
         transfer.mark_quiet()
 
     def _count(self, transfer: Transfer, sources: Sequence[Source], outcome: str) -> None:
@@ -213,36 +210,15 @@ class Pulls:
         }
         endpoint.note("transfer", facts)
 
-    # ── in the owner's thread ─────────────────────────────────────────────────────
-
-    def _accept(self, order: Order, filled: dict[int, Bools]) -> None:
-        for g, ids in order.written_ids.items():
-            self._endpoint.owner.trust(g, ids, filled[g][order.written[g]])
-        self._end_writing(order)
-
-    def _end_writing(self, order: Order) -> None:
-        self._owner.end_writing(order.written_ids)
-        self._owner.release(order.into)
-
-    def _put_aside(self, order: Order) -> None:
-        for g, ids in order.written_ids.items():
-            self._endpoint.owner.quarantine(g, ids)
-        self._owner.release(order.into)
-
-    def _end_quarantine(self, order: Order) -> None:
-        self._owner.end_writing(order.written_ids)
-        for g, ids in order.written_ids.items():
-            self._endpoint.owner.unquarantine(g, ids)
-
 
 def _filled(order: Order, sources: Sequence[Source]) -> dict[int, Bools]:
-    """By group, which rows of an order all sources together have filled."""
-    filled = {g: np.ones(len(listed), bool) for g, listed in order.into.items()}
+    """By group, which of the written rows all sources together have filled."""
+    filled = {g: np.ones(len(listed), bool) for g, listed in order.written.items()}
     for source in sources:
         if source.route is not None:
             whole = {g: listed.whole for g, listed in source.ticket.blocks.items()}
             brought = source.route.filled(
-                whole, order.into, order.num_tokens, start_token=order.start_token
+                whole, order.written, order.num_tokens, start_token=order.start_token
             )
             for g, part in brought.items():
                 filled[g] &= part

@@ -5,15 +5,23 @@ the transfer at any time: it hears `stopped` when nothing of ours can reach its 
 """
 
 import logging
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from kvstow.errors import KvstowError, TransferError
+from kvstow.plan.layout import Layout
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
+from kvstow.route.route import Claims, Route, plan_route
+from kvstow.route.sources import sources
 from kvstow.transfer.channel.messages import (
+    AnyMessage,
     Begin,
     Begun,
+    Card,
+    Claim,
     End,
     Failed,
     Stopped,
@@ -21,11 +29,10 @@ from kvstow.transfer.channel.messages import (
     Write,
     Written,
 )
-from kvstow.transfer.digests import digests, in_worker
-from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Mailbox, Routine, Task, bug, together
+from kvstow.transfer.digests import digests, in_worker, unpacked_claims
+from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Conversation, Routine, Task, bug, together
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.flight import Flight, chunk_bytes, move_copies
-from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.slots import pieces, stage_pieces
 from kvstow.transfer.tickets.ticket import Ticket, check_blocks, unpacked_ints
 
@@ -38,14 +45,61 @@ EARLY_SECONDS = 1.0
 ENDED = "ended by its consumer"
 
 
-class Serving:
+MOST_SHARES = 16
+"""Sets of claims that are remembered for one agent, which chooses them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """What we bring to a peer: on which route, and what of it counts for digests."""
+
+    route: Route
+    claims: Claims
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """An agent that dialled us, from its hello until it is silent for long or dials again on its
+    `line`."""
+
+    endpoint: Endpoint
+    card: Card
+    line: int
+    layout: Layout
+    send: Callable[[AnyMessage], None]
+    heard_at: float
+    write_rate: float = 0.0
+    moved_bytes: int = 0
+    share: Callable[[tuple[Claim, ...] | None], Share] = field(init=False)
+    """What we bring, computed once for each set of claims. Raises RouteError."""
+
+    def __post_init__(self) -> None:
+        self.share = lru_cache(MOST_SHARES)(self._share)
+
+    def _share(self, claims: tuple[Claim, ...] | None) -> Share:
+        own = self.endpoint.layout
+        if claims is None:
+            alone = sources([own], self.layout)[0]
+            return Share(alone.route, alone.claims)
+        parts = unpacked_claims(claims)
+        return Share(plan_route(own, self.layout, claims=parts), parts)
+
+    def attach(self) -> None:
+        """Make sure that our engine can reach it. Raises TransferError."""
+        self.endpoint.attach(self.card, self)
+
+    def detach(self) -> None:
+        """Our engine need not reach it any more."""
+        self.endpoint.detach(self.card.engine, self)
+
+
+class Serving(Conversation):
     """One consumer's transfer, as its routine and the server know it."""
 
     def __init__(self, peer: Incoming, begin: Begin) -> None:
+        super().__init__(Task[None](f"serve {peer.card.agent}"))
         self.peer = peer
         self.begin = begin
-        self.task: Task[None] = Task(f"serve {peer.card.agent}")
-        self.mailbox = Mailbox(self.task.wake)
         self.flights: list[Flight] = []
 
     @property
@@ -55,10 +109,8 @@ class Serving:
 
     def count_served(self, nbytes: int) -> None:
         """Count what the consumer has got of us."""
-        endpoint, begin = self.peer.endpoint, self.begin
-        way = "slots" if begin.slot_bytes else "write" if begin.write else "read"
-        way = "mapped" if begin.is_mapped else way
-        endpoint.count(endpoint.metrics.served_bytes, way, nbytes)
+        endpoint = self.peer.endpoint
+        endpoint.count(endpoint.metrics.served_bytes, self.begin.way, nbytes)
         self.peer.moved_bytes += nbytes
 
 
@@ -69,7 +121,7 @@ def serve(server: "Server", serving: Serving) -> Routine[None]:
         yield from lease_granted(server, serving)
         ticket = server.leases.open(
             begin.lease,
-            begin.digest,
+            begin.signature,
             begin.transfer,
             now=server.endpoint.clock(),
             ranks=serving.peer.layout.tp[1] * serving.peer.layout.pp[1],
@@ -77,7 +129,7 @@ def serve(server: "Server", serving: Serving) -> Routine[None]:
         work = ordered_work(server.endpoint, serving, ticket)
         serving.peer.send(Begun(begin.transfer))
         yield from together(*work)
-        if not begin.is_mapped:
+        if begin.way != "mapped":
             server.loop.expect_work()  # the consumer reads its fence now
             while not serving.mailbox.has(End):
                 yield server.loop.pace
@@ -97,7 +149,7 @@ def lease_granted(server: "Server", serving: Serving) -> Routine[None]:
     written the ticket, and the agent hear of it later than the consumer."""
     until = server.endpoint.clock() + EARLY_SECONDS
     while (
-        serving.begin.is_mapped
+        serving.begin.way == "mapped"
         and server.leases.is_early(serving.begin.lease)
         and server.endpoint.clock() < until
     ):
@@ -127,7 +179,7 @@ def ordered_work(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> list[R
     if begin.write is None:
         return work
     copies = ordered_copies(serving, ticket, begin.write)
-    if not begin.slot_bytes:
+    if begin.way != "slots":
         peer.attach()
         return [*work, written(endpoint, serving, copies)]
     if not 0 < begin.slot_bytes <= endpoint.stage.slot_bytes:

@@ -23,16 +23,18 @@ from kvstow.transfer.channel.messages import (
 from kvstow.transfer.loop import IDLE, Loop, Routine
 from kvstow.transfer.options import SILENT_BEATS
 from kvstow.transfer.peers.endpoint import Endpoint
-from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.probe import write_probe
 from kvstow.transfer.quarantine import Quarantine
-from kvstow.transfer.serve import ENDED, Serving, serve
+from kvstow.transfer.serve import ENDED, Incoming, Serving, serve
 from kvstow.transfer.tickets.lease import EndReason, Leases
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.base import lost
 
 AWAKE_AFTER_HELLO = 0.5
 """A new consumer measures how fast it can read: that takes our help, and is not announced."""
+
+MAX_CLIENTS = 4096
+"""Agents that are known at once; more are not let in until others have gone."""
 
 FRESH_SECONDS = 0.2
 """So long whoever asks gets the same status document: making one takes milliseconds."""
@@ -83,15 +85,20 @@ class Server:
 
     def hear(self, line: Session, message: AnyMessage) -> None:
         """Take in a message of somebody who dialled us."""
-        if isinstance(message, Hello):
-            self._greet(line, message)
-            return
-        if isinstance(message, AskStatus):
-            self._tell_status(line)
-            return
-        peer = self.incoming.get(line)
-        if peer is None:
-            return
+        match message:
+            case Hello():
+                self._greet(line, message)
+            case AskStatus():
+                self._tell_status(line)
+            case Refused():  # a frame of another version
+                self.loop.channel.send(line, message)
+            case _ if line in self.incoming:
+                self._hear(self.incoming[line], message)
+            case _:
+                self.endpoint.drop("session", f"{type(message).__name__} before any hello")
+                self.loop.channel.send(line, UnknownSession())
+
+    def _hear(self, peer: Incoming, message: AnyMessage) -> None:
         peer.heard_at = self.endpoint.clock()
         match message:
             case Begin():
@@ -124,14 +131,20 @@ class Server:
                 self._forget(line)
 
     def _greet(self, line: Session, hello: Hello) -> None:
+        """Let an agent in. It says hello once: whoever wants another session dials again."""
         card = hello.card
+        if line in self.incoming:
+            self.endpoint.drop("session", "a second hello of the same client")
+            return
+        if len(self.incoming) >= MAX_CLIENTS:
+            self.endpoint.drop("flood", f"{MAX_CLIENTS} clients are known already")
+            return
         self._end_earlier(hello)
         try:
             layout = self.endpoint.layouts.target(card.manifest).layout
         except RouteError as error:
             self.endpoint.note("refused", {"peer": card.agent, "why": str(error)})
             self.loop.channel.send(line, Refused("refused", tuple(str(error).splitlines())))
-            self.loop.channel.hang_up(line)
             return
 
         def send(message: AnyMessage) -> None:
@@ -205,7 +218,6 @@ class Server:
             if serving.peer is peer:
                 serving.task.interrupt(lost(peer.card.agent, "it is not heard any more"))
         peer.detach()
-        self.loop.channel.hang_up(line)
 
     def forget_all(self) -> None:
         """Have everybody say hello again."""

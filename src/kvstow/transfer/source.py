@@ -23,7 +23,7 @@ from kvstow.transfer.channel.messages import (
     Written,
 )
 from kvstow.transfer.digests import packed_claims
-from kvstow.transfer.loop import Mailbox, Task
+from kvstow.transfer.loop import Conversation, Task
 from kvstow.transfer.options import Way
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.flight import Flight
@@ -34,7 +34,7 @@ from kvstow.transfer.transport.mapped import MappedPeer
 MOST_PLANS = 64
 
 
-class Source:
+class Source(Conversation):
     """Everything about one ticket of a pull.
 
     After `begin`, `flights` are our posts, and the producer may write to our rows unless
@@ -43,11 +43,11 @@ class Source:
     """
 
     def __init__(self, endpoint: Endpoint, peer: Outgoing, ticket: Ticket, task: Task[Any]) -> None:
+        super().__init__(task)
         self.id = endpoint.random.getrandbits(63)
         self.peer = peer
         self.ticket = ticket
         self.lease = ticket.lease
-        self.mailbox = Mailbox(task.wake)
         self.flights: list[Flight] = []
         self.direction: Way = "read"
         self.route: Route | None = None
@@ -57,7 +57,6 @@ class Source:
         self.nbytes = 0
         self.descriptors = 0
         self._endpoint = endpoint
-        self._task = task
         self._card: Card | None = None
 
     @property
@@ -112,12 +111,12 @@ class Source:
             Begin(
                 self.id,
                 self.lease,
-                self.ticket.digest,
+                self.ticket.signature,
+                direction,
                 plan.packed,
                 write,
                 slot_bytes,
                 samples if plan.route and direction != "mapped" else (),
-                direction == "mapped",
             )
         )
 
@@ -152,9 +151,9 @@ class Source:
     def hear(self, message: AnyMessage) -> None:
         """Take in what the producer says about this transfer. Where its memory is mapped, that is
         not waited for, and ends nothing: its counters say what holds."""
-        self.mailbox.put(message)
+        super().hear(message)
         if isinstance(message, Failed) and self.mapped is None:
-            self._task.interrupt(self.failure(message))
+            self.task.interrupt(self.failure(message))
 
     def failure(self, message: Failed) -> TransferError:
         """The error of a producer that does not go on."""
@@ -165,7 +164,7 @@ class Source:
     def lose(self, error: TransferError) -> None:
         """The peer is gone. Its memory stays, where it is mapped: the pull goes on."""
         if self.mapped is None:
-            self._task.interrupt(error)
+            super().lose(error)
 
 
 @dataclass(frozen=True, eq=False)

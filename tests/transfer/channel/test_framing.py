@@ -31,6 +31,7 @@ def any_message() -> st.SearchStrategy[messages.AnyMessage]:
             ints,
             ints,
             st.binary(max_size=16),
+            st.sampled_from(["mapped", "read", "write", "slots"]),
             st.none(),
             st.none() | st.builds(messages.Write, st.just(()), ints, ints),
             ints,

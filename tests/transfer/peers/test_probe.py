@@ -12,6 +12,7 @@ from kvstow.plan.manifest import encode
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
 from kvstow.route.ways import Path, Rates
+from kvstow.transfer.loop import Task
 from kvstow.transfer.peers.probe import _slot_rate
 from kvstow.transfer.slots import SLOTS, Stage
 from kvstow.transfer.transport.local import Fabric
@@ -51,7 +52,7 @@ def test_what_is_measured_between_slots_touches_no_slot_that_is_in_use():
 
     def measured() -> "Future[float]":
         return agent.loop.future(
-            "probe",
+            Task("probe"),
             _slot_rate(agent.endpoint, card, 4 << 20),
             seconds=0.5,
             late=lambda: TransferError("late", kind="timeout"),

@@ -11,24 +11,17 @@ whole, once, in order and from whom it says is the business of what carries it: 
 
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal, Protocol
 
 import msgspec
 
-from kvstow.transfer.channel.messages import (
-    AnyMessage,
-    AskStatus,
-    Hello,
-    Refused,
-    UnknownSession,
-)
+from kvstow.transfer.channel.messages import AnyMessage, Refused
 
 VERSION = 4
 MAGIC = b"KVSW"
 MAX_FRAME = 32 << 20
-
-MAX_CLIENTS = 4096
-"""Clients that are known at once; more are not heard until others have gone."""
 
 _HEADER = struct.Struct(">4sH")
 _PREFIX = _HEADER.pack(MAGIC, VERSION)
@@ -71,75 +64,31 @@ def decode_message(data: bytes) -> AnyMessage:
 # ── conversations ─────────────────────────────────────────────────────────────────────
 
 
+@dataclass(frozen=True, slots=True)
 class Session:
-    """One conversation. `client` is what the transport of frames calls a client; None where we
-    have dialled."""
+    """One conversation: `client` is what the transport of frames calls a client; where we have
+    dialled it is empty, and `number` tells our sessions apart."""
 
-    def __init__(self, client: bytes | None = None) -> None:
-        self.client = client
+    client: bytes = b""
+    number: int = field(default_factory=count().__next__)
+
+    @staticmethod
+    def of_client(client: bytes) -> "Session":
+        """The conversation with a client, equal for all its messages."""
+        return Session(client, -1)
 
     @property
     def is_incoming(self) -> bool:
-        return self.client is not None
+        return bool(self.client)
 
 
-def heard_from_server(data: bytes, on_drop: OnDrop) -> AnyMessage | None:
-    """What a server has said to us, if it can be read."""
+def read_frame(data: bytes, on_drop: OnDrop) -> AnyMessage | None:
+    """The message in a frame, if it can be read; one of another version counts as a refusal."""
     try:
         return decode_message(data)
     except Unreadable as error:
         on_drop(error.reason, error.detail)
         return Refused("refused", (str(error),)) if error.reason == "version" else None
-
-
-class Clients:
-    """Sessions of those who have dialled us. `reply` sends a frame to a client.
-
-    A client is heard from its hello on; before, only a question for our status is. It says
-    hello once: whoever wants another session dials again.
-    """
-
-    def __init__(self, reply: Callable[[bytes, bytes], bool], on_drop: OnDrop) -> None:
-        self._reply = reply
-        self._on_drop = on_drop
-        self._sessions: dict[bytes, Session] = {}
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    def forget(self, session: Session) -> None:
-        """Hear this session no more; its client may say hello again."""
-        if session.client is not None and self._sessions.get(session.client) is session:
-            del self._sessions[session.client]
-
-    def heard(self, client: bytes, data: bytes) -> tuple[Session, AnyMessage] | None:
-        """What a client says, and in which session, if that is to be heard."""
-        try:
-            message = decode_message(data)
-        except Unreadable as error:
-            self._on_drop(error.reason, error.detail)
-            if error.reason == "version":
-                self._reply(client, encode_message(Refused("refused", (str(error),))))
-            return None
-        session = self._sessions.get(client)
-        if isinstance(message, Hello):
-            session = self._greeted(client)
-        elif isinstance(message, AskStatus):
-            session = session or Session(client)
-        elif session is None:
-            self._on_drop("session", f"{type(message).__name__} before any hello")
-            self._reply(client, encode_message(UnknownSession()))
-        return None if session is None else (session, message)
-
-    def _greeted(self, client: bytes) -> Session | None:
-        if client in self._sessions:
-            self._on_drop("session", "a second hello of the same client")
-            return None
-        if len(self._sessions) >= MAX_CLIENTS:
-            self._on_drop("flood", f"{MAX_CLIENTS} clients are known already")
-            return None
-        session = self._sessions[client] = Session(client)
-        return session
 
 
 class Channel(Protocol):
@@ -161,7 +110,7 @@ class Channel(Protocol):
         ...
 
     def hang_up(self, line: Session) -> None:
-        """Forget a line: nothing is heard on it any more."""
+        """Forget a line that we have dialled: nothing is heard on it any more."""
         ...
 
     def send(self, line: Session, message: AnyMessage) -> bool:

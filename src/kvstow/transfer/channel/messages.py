@@ -116,6 +116,12 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     phase: Annotated[int, msgspec.Meta(ge=0)]
 
 
+Way = Literal["mapped", "read", "write", "slots"]
+"""The consumer copies out of the producer's memory, which it has mapped; or reads every piece into
+its place; the producer writes it there; or both copy pieces through slots, which the consumer reads
+whole."""
+
+
 class Write(msgspec.Struct, frozen=True, array_like=True):
     """Where a producer shall write, and which tokens."""
 
@@ -125,22 +131,22 @@ class Write(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begin(Message, frozen=True, tag="begin"):
-    """A consumer starts to read what a ticket names, or asks the producer to write it.
+    """A consumer starts to read what a ticket names, or has the producer `write` it, in slots of
+    `slot_bytes` or into its rows.
 
-    Without `claims` this source brings all that the consumer holds. The producer answers
-    with the digests of the samples when it has them. A consumer that `is_mapped` copies by itself
-    and waits for no answer. `slot_bytes` is not 0 where it shall
-    not write but fill slots, of that many bytes.
+    Without `claims` this source brings all that the consumer holds. The producer answers with the
+    digests of the samples when it has them. A consumer that has mapped its memory waits for no
+    answer.
     """
 
     transfer: int
     lease: int
-    digest: bytes
+    signature: bytes
+    way: Way
     claims: tuple[Claim, ...] | None
     write: Write | None
     slot_bytes: int
     samples: tuple[Sample, ...]
-    is_mapped: bool = False
 
 
 class Begun(Message, frozen=True, tag="begun"):

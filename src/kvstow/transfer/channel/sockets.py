@@ -20,11 +20,10 @@ from kvstow.transfer.channel.address import check_dialled, check_listened, is_lo
 from kvstow.transfer.channel.curve import Keys, check_key
 from kvstow.transfer.channel.framing import (
     MAX_FRAME,
-    Clients,
     OnDrop,
     Session,
     encode_message,
-    heard_from_server,
+    read_frame,
 )
 from kvstow.transfer.channel.messages import AnyMessage, AskPrefix, AskStatus, Hello
 
@@ -63,7 +62,6 @@ class SocketChannel:
         self._sockets: list[Socket] = []
         self._dialled: dict[Socket, Session] = {}
         self._socket_of: dict[Session, Socket] = {}
-        self._clients = Clients(self._reply, on_drop)
         self._poller = zmq.Poller()
         self._wake = -1
         try:
@@ -112,21 +110,16 @@ class SocketChannel:
 
     def hang_up(self, line: Session) -> None:
         socket = self._socket_of.pop(line, None)
-        if socket is None:
-            self._clients.forget(line)
-        else:
+        if socket is not None:
             del self._dialled[socket]
             self._shut(socket)
 
     def send(self, line: Session, message: AnyMessage) -> bool:
         data = encode_message(message)
-        if line.client is not None:
-            return self._reply(line.client, data)
+        if line.is_incoming:
+            return _sent(self._router, [line.client, data])
         socket = self._socket_of.get(line)
         return socket is not None and _sent(socket, [data])
-
-    def _reply(self, client: bytes, data: bytes) -> bool:
-        return _sent(self._router, [client, data])
 
     # ── listening ─────────────────────────────────────────────────────────────────
 
@@ -151,7 +144,7 @@ class SocketChannel:
         for parts in _received(self._socket_of[line]):
             if line not in self._socket_of:  # hung up meanwhile
                 return
-            message = heard_from_server(parts[-1], self._on_drop)
+            message = read_frame(parts[-1], self._on_drop)
             if message is not None:
                 yield line, message
 
@@ -161,12 +154,12 @@ class SocketChannel:
             cost += 1
             if len(parts) != 2:
                 self._on_drop("body", f"{len(parts)} parts, not 2")
-                said = None
+                message = None
             else:
-                said = self._clients.heard(parts[0], parts[1])
-            if said is not None:
-                cost += COST.get(type(said[1]), 1) - 1
-                yield said
+                message = read_frame(parts[1], self._on_drop)
+            if message is not None:
+                cost += COST.get(type(message), 1) - 1
+                yield Session.of_client(parts[0]), message
             if cost >= TURN_COST:
                 return
 

@@ -17,8 +17,8 @@ from kvstow.transfer.channel.sockets import SocketChannel
 
 if TYPE_CHECKING:
     from kvstow.transfer.agent import Agent
-    from kvstow.transfer.peers.incoming import Incoming
     from kvstow.transfer.peers.outgoing import Outgoing
+    from kvstow.transfer.serve import Incoming
 
 STATUS_VERSION = 1
 RECENT = 30

@@ -24,6 +24,7 @@ from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
 from kvstow.route.ways import PROBE_BYTES
+from kvstow.transfer.channel.framing import DropReason
 from kvstow.transfer.channel.messages import Card, RegionCard, Welcome
 from kvstow.transfer.fence import ENTRY_BYTES
 from kvstow.transfer.metrics import TransferMetrics
@@ -335,6 +336,11 @@ class Endpoint:
         if key not in self._labelled:
             self._labelled[key] = family.labels(label)
         self._labelled[key].inc(amount)
+
+    def drop(self, reason: DropReason, detail: str) -> None:
+        """Count a message that is not heard."""
+        self.metrics.messages.labels(reason).inc()
+        self.note("message-dropped", {"reason": reason, "detail": detail})
 
     def note(self, what: str, facts: Mapping[str, Fact]) -> None:
         """Emit an event of this agent."""

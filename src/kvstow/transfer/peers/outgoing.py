@@ -7,7 +7,7 @@ idle ─▶ greeting ─▶ probing ─▶ ready
 from collections import Counter
 from logging import getLogger
 from threading import Lock
-from typing import Literal, Protocol
+from typing import Literal
 
 from kvstow.errors import NotShared, RouteError, TransferError
 from kvstow.plan.layout import Layout
@@ -32,7 +32,7 @@ from kvstow.transfer.channel.messages import (
     Welcome,
     Written,
 )
-from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Mailbox, Routine, Task
+from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Conversation, Loop, Mailbox, Routine, Task
 from kvstow.transfer.options import SILENT_BEATS
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.probe import UNMEASURED, measure_path
@@ -48,21 +48,6 @@ MOST_PEERS = 1024
 WATCH_SECONDS = 0.1
 """How often we look whether the process of a mapped peer lives: a dead one's memory stays allocated
 until we let go of it."""
-
-
-class Reader(Protocol):
-    """A pull's source, or a question, as the peer sees it that answers; `lease` is to be renewed,
-    if it is not 0."""
-
-    lease: int
-
-    def hear(self, message: AnyMessage) -> None:
-        """Take in what the peer says about this transfer."""
-        ...
-
-    def lose(self, error: TransferError) -> None:
-        """The peer is gone."""
-        ...
 
 
 class Outgoing:
@@ -86,7 +71,7 @@ class Outgoing:
         self.unmapped = ""
         self._task: Task[None] = Task(address)
         self.mailbox = Mailbox(self._task.wake)
-        self.readers: dict[int, Reader] = {}
+        self.readers: dict[int, Conversation] = {}
         self.misses: Counter[str] = Counter()
         self.kept: set[int] = set()
         self.heard_at = 0.0
@@ -339,5 +324,5 @@ class Peers:
     def hear(self, line: Session, message: AnyMessage) -> None:
         """Pass a message on to the agent whose line it came on."""
         for peer in tuple(self.all.values()):
-            if peer.line is line:
+            if peer.line == line:
                 peer.hear(message)

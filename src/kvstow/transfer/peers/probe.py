@@ -18,8 +18,8 @@ from kvstow.transfer.slots import when_quiet
 from kvstow.transfer.transport.base import Direction, Kinds
 
 if TYPE_CHECKING:
-    from kvstow.transfer.peers.incoming import Incoming
     from kvstow.transfer.peers.outgoing import Outgoing
+    from kvstow.transfer.serve import Incoming
 
 LONG_PROBES, SHORT_PROBES = 5, 2
 """How often each is measured. The first one also connects, so it never counts alone."""

@@ -10,6 +10,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from hmac import compare_digest
 from typing import Literal
 
 from kvstow.errors import FaultKind, TransferError
@@ -90,11 +91,11 @@ class Leases:
         raise TransferError(f"lease {id}: not given out here yet", kind="ticket", is_early=True)
 
     def open(
-        self, id: int, digest: bytes, reader: Hashable, *, now: float, ranks: int = 1
+        self, id: int, signature: bytes, reader: Hashable, *, now: float, ranks: int = 1
     ) -> Lease:
         """Let one reader in, one of `ranks`, and renew the lease; TransferError if it may not."""
         lease = self.find(id)
-        if digest != lease.ticket.digest:
+        if not compare_digest(signature, lease.ticket.signature):
             raise TransferError(f"lease {id}: the ticket is not the one given out", kind="ticket")
         if lease.readers is None:
             lease.readers = ranks

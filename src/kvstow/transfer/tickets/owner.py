@@ -8,19 +8,18 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import numpy as np
 
-from kvstow.errors import BlockError, KvstowError, TransferError, WrongThread
+from kvstow.errors import BlockError, TransferError, WrongThread
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 
 log = logging.getLogger(__name__)
-
-NOTHING: Mapping[int, Ints] = {}
 
 
 class Owner(Protocol):
@@ -46,13 +45,9 @@ class Owner(Protocol):
         """Undo one `share`."""
         ...
 
-    def distrust(self, group: int, ids: Ints) -> None:
-        """Somebody writes to these blocks: what they hold is `unknown` until `trust`."""
-        ...
-
     def trust(self, group: int, ids: Ints, whole: Bools | None = None) -> None:
         """These blocks hold what their request needs; those that are `whole`, all of them if not
-        given, lack nothing."""
+        given, lack nothing. Not those in quarantine."""
         ...
 
     def unknown(self, group: int, ids: Ints) -> Bools:
@@ -60,11 +55,12 @@ class Owner(Protocol):
         ...
 
     def quarantine(self, group: int, ids: Ints) -> None:
-        """Keep these blocks from being reused: somebody may still write to them."""
+        """Somebody writes to these blocks: keep them from being reused, and what they hold is
+        `unknown`. BlockError where one is in quarantine already."""
         ...
 
-    def unquarantine(self, group: int, ids: Ints) -> None:
-        """Nobody writes to them any more."""
+    def unquarantine(self, group: int, ids: Ints, whole: Bools | None = None) -> None:
+        """Nobody writes to them any more. With `whole` all has been written: `trust` them."""
         ...
 
 
@@ -81,7 +77,6 @@ class OwnerQueue:
         self._deferred: deque[tuple[Callable[[], None], Callable[[Exception], None]]] = deque()
         self._settling = threading.RLock()
         self._thread = threading.get_ident()
-        self._writing = [np.zeros(len(table), np.bool_) for table in owner.generations]
 
     def defer(
         self, call: Callable[[], None], on_error: Callable[[Exception], None] | None = None
@@ -117,47 +112,43 @@ class OwnerQueue:
 
     def share(self, blocks: Mapping[int, Blocks]) -> None:
         """All blocks, or none and the owner's error."""
-        shared: list[int] = []
-        try:
-            for g, listed in blocks.items():
-                self._owner.share(g, listed.ids)
-                shared.append(g)
-        except KvstowError:
-            self.release({g: blocks[g] for g in shared})
-            raise
+        self._all_or_none(self._owner.share, self._owner.release, blocks)
 
     def release(self, blocks: Mapping[int, Blocks]) -> None:
         """Undo one `share`."""
         for g, listed in blocks.items():
             self._owner.release(g, listed.ids)
 
-    def begin_writing(self, ids: Mapping[int, Ints]) -> dict[int, Ints]:
-        """A pull writes to these blocks until `end_writing`: what they hold is unknown. Those that
-        held something known. TransferError where one is written to already, or a pull into it has
-        failed and is not quiet."""
-        for g, each in ids.items():
-            busy = each[self._writing[g][each]]
-            if len(busy):
-                raise TransferError(
-                    f"group {g}: an earlier pull may still write to {len(busy)} of {len(each)} "
-                    f"blocks, {busy[:8].tolist()} among them\n\n"
-                    "hint: pull into other blocks, or after transfer.wait_quiet()",
-                    kind="refused",
-                )
-        trusted = {g: each[~self._owner.unknown(g, each)] for g, each in ids.items()}
-        for g, each in ids.items():
-            self._owner.distrust(g, each)
-        for g, each in ids.items():
-            self._writing[g][each] = True
-        return trusted
+    def quarantine(self, blocks: Mapping[int, Blocks]) -> None:
+        """A pull writes to these blocks until `unquarantine`: all of them, or none and a
+        TransferError."""
+        try:
+            self._all_or_none(self._owner.quarantine, self._owner.unquarantine, blocks)
+        except BlockError as error:
+            raise TransferError(
+                f"{error}\n\nhint: pull into blocks that are held, and to which no earlier pull "
+                "may still write: see transfer.wait_quiet()",
+                kind="refused",
+            ) from error
 
-    def end_writing(self, ids: Mapping[int, Ints], trusted: Mapping[int, Ints] = NOTHING) -> None:
-        """Nothing writes to these blocks any more. Pass `trusted` only if nothing was written:
-        these blocks hold what they held before, but are not counted as complete."""
-        for g, each in ids.items():
-            self._writing[g][each] = False
-        for g, each in trusted.items():
-            self._owner.trust(g, each, np.zeros(len(each), np.bool_))
+    def unquarantine(
+        self, blocks: Mapping[int, Blocks], whole: Mapping[int, Bools] | None = None
+    ) -> None:
+        """Nothing writes to these blocks any more; `whole` if a pull has filled them."""
+        for g, listed in blocks.items():
+            self._owner.unquarantine(g, listed.ids, None if whole is None else whole[g])
+
+    def _all_or_none(
+        self,
+        call: Callable[[int, Ints], None],
+        undo: Callable[[int, Ints], None],
+        blocks: Mapping[int, Blocks],
+    ) -> None:
+        with ExitStack() as undone:
+            for g, listed in blocks.items():
+                call(g, listed.ids)
+                undone.callback(undo, g, listed.ids)
+            undone.pop_all()
 
 
 class Generations:
@@ -174,6 +165,7 @@ class Generations:
         self._tables: tuple[Ints, ...] = tuple(np.split(np.zeros(sum(counts), np.int64), ends))
         self._holds: tuple[Ints, ...] = tuple(np.zeros(count, np.int64) for count in counts)
         self._unknown: tuple[Bools, ...] = tuple(np.zeros(count, np.bool_) for count in counts)
+        self._quarantined: tuple[Bools, ...] = tuple(np.zeros(count, np.bool_) for count in counts)
 
     @property
     def generations(self) -> Sequence[Ints]:
@@ -188,7 +180,7 @@ class Generations:
         """Raise the counters: whatever was read from these blocks is no longer accepted. What they
         hold from now on is for the engine to know."""
         np.add.at(self._tables[group], ids, 1)
-        self._unknown[group][ids] = False
+        self._unknown[group][ids] = self._quarantined[group][ids]
 
     def holds(self, group: int, ids: Ints) -> Ints:
         """How many keep each block: the engine must not reuse one that is not at zero."""
@@ -203,17 +195,24 @@ class Generations:
         np.subtract.at(self._holds[group], ids, 1)
         self.retire(group, ids[self._holds[group][ids] == 0])
 
-    def distrust(self, group: int, ids: Ints) -> None:
-        self._unknown[group][ids] = True
-
     def trust(self, group: int, ids: Ints, whole: Bools | None = None) -> None:
-        self._unknown[group][ids] = False
+        self._unknown[group][ids] = self._quarantined[group][ids]
 
     def unknown(self, group: int, ids: Ints) -> Bools:
         return self._unknown[group][ids]
 
     def quarantine(self, group: int, ids: Ints) -> None:
+        busy = ids[self._quarantined[group][ids]]
+        if len(busy):
+            raise BlockError(
+                f"group {group}: {len(busy)} of {len(ids)} blocks are in quarantine already, "
+                f"{busy[:8].tolist()} among them"
+            )
         self.share(group, ids)
+        self._quarantined[group][ids] = self._unknown[group][ids] = True
 
-    def unquarantine(self, group: int, ids: Ints) -> None:
+    def unquarantine(self, group: int, ids: Ints, whole: Bools | None = None) -> None:
+        self._quarantined[group][ids] = False
+        if whole is not None:
+            self.trust(group, ids, whole)
         self.release(group, ids)

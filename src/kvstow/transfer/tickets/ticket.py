@@ -12,7 +12,7 @@ Limits come first: a reader spends at most a few times `MAX_BODY_BYTES` on anyth
 import base64
 import binascii
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -24,6 +24,7 @@ import numpy as np
 
 from kvstow.errors import BlockError, SpecError, TransferError
 from kvstow.plan.layout import Layout
+from kvstow.plan.retention import State
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, check_ids
 
@@ -116,11 +117,6 @@ class Ticket:
             columns.append(listed.partial)
         return _Group(group, *(packed_ints(column) for column in columns))
 
-    @cached_property
-    def digest(self) -> bytes:
-        """What the producer compares with what it remembers: 16 bytes over the body."""
-        return blake2b(self.body, digest_size=16).digest()
-
     def to_bytes(self) -> bytes:
         """The ticket for a message."""
         checksum = _checksum(self.signature + self.body)
@@ -151,7 +147,7 @@ class Ticket:
             ticket = _ticket(msgspec.msgpack.decode(body, type=_Body), signature)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, SpecError) as error:
             raise _bad(str(error)[:300]) from None
-        ticket.__dict__["body"] = body  # it is there already: `digest` need not encode it again
+        ticket.__dict__["body"] = body  # it is there already, and need not be encoded again
         return ticket
 
     @staticmethod
@@ -214,6 +210,66 @@ def check_blocks(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) ->
             check_ids(layout, g, listed, f"{whose}:")
         except BlockError as error:
             raise TransferError(str(error), kind="ticket") from None
+
+
+def check_request(
+    layout: Layout,
+    tickets: Sequence[Ticket],
+    groups: Iterable[int],
+    start_token: int,
+    num_tokens: int | None,
+    identity: bytes,
+) -> int:
+    """How many tokens a pull into these groups brings; TransferError unless the tickets are of one
+    request of this computation and have them."""
+    if not all(isinstance(ticket, Ticket) for ticket in tickets):  # pyright: ignore[reportUnnecessaryIsInstance]
+        kinds = sorted({type(ticket).__name__ for ticket in tickets})
+        raise TransferError(
+            f"tickets are {', '.join(kinds)}\n\nhint: kvstow.Ticket.parse(text)", kind="ticket"
+        )
+    lengths = {ticket.num_tokens for ticket in tickets}
+    if not tickets:
+        raise TransferError("a pull needs at least one ticket", kind="ticket")
+    if len(lengths) != 1:
+        raise TransferError(
+            f"tickets of {sorted(lengths)} tokens are not of one request", kind="ticket"
+        )
+    offered = lengths.pop()
+    end = offered if num_tokens is None else num_tokens
+    if end > offered:
+        raise TransferError(
+            f"{end} tokens were requested, the ticket is for {offered}", kind="ticket"
+        )
+    if not 0 <= start_token < end:
+        raise TransferError(
+            f"tokens [{start_token}, {end}) are none\n\nhint: start_token is at least 0 and "
+            f"below num_tokens",
+            kind="refused",
+        )
+    for ticket in tickets:
+        if ticket.identity != identity:
+            raise TransferError(
+                f"ticket of agent {ticket.agent!r}: it is of computation "
+                f"{ticket.identity.hex()[:16]}, the request of {identity.hex()[:16]}: weights, "
+                "configuration, adapter or salt differ\n\n"
+                "hint: offer and pull with identity=Identity.for_request(adapter=, salt=)",
+                kind="ticket",
+                peer=ticket.agent,
+            )
+    check_states(layout, groups, end, offered)
+    return end
+
+
+def check_states(layout: Layout, groups: Iterable[int], num_tokens: int, held: int) -> None:
+    """TransferError where fewer tokens than are `held` are wanted of recurrent states: a state is
+    that after all of them."""
+    for rows in (layout.groups[g] for g in groups):
+        if num_tokens < held and isinstance(rows.group.retention, State):
+            raise TransferError(
+                f"group {rows.group.name!r}: the recurrent state is that after {held} tokens, not "
+                f"after {num_tokens}\n\nhint: all {held} tokens, or leave this group out",
+                kind="refused",
+            )
 
 
 def _checksum(data: bytes) -> bytes:

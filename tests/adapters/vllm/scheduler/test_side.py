@@ -70,7 +70,7 @@ def test_tickets_list_the_blocks_of_every_group_and_none_that_are_null():
     assert ticket.blocks[1].ids.tolist() == [1, 3, 2]
     assert ticket.num_tokens == 10
     step = prefill.take_step(computes=False)
-    assert [offer.tickets[0].digest for offer in step.offers] == [ticket.digest]
+    assert [offer.tickets[0].body for offer in step.offers] == [ticket.body]
     assert prefill.take_step(computes=False) == StepOrders(idle=True)
 
 
@@ -180,7 +180,7 @@ def test_a_request_that_vllm_has_rejected_gives_its_tickets_back():
     decode.arrived(request)
     assert decode.finished(request, ((), ()), 0) == (False, None)
     drops = decode.take_step(computes=True).drops
-    assert [ticket.digest for ticket in drops] == [handover.tickets[0].digest]
+    assert [ticket.body for ticket in drops] == [handover.tickets[0].body]
 
 
 def test_a_request_that_ends_while_it_is_loaded_hands_nothing_over():

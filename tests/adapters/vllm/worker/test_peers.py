@@ -20,7 +20,7 @@ from kvstow.offload.host.tier import HostTier
 from kvstow.offload.keys import KeyChain
 from kvstow.plan.retention import Window
 from kvstow.transfer.channel.messages import AskPrefix
-from kvstow.transfer.peers.incoming import Incoming
+from kvstow.transfer.serve import Incoming
 from kvstow.transfer.transport.local import Fabric
 from pretended_engine import NUM_BLOCKS, PROMPT, WINDOW, Engine
 from recorded_vllm import Pool

@@ -44,10 +44,12 @@ class LeasedGenerations(Generations):
         super().__init__(layout)
         self._unfilled = tuple(np.zeros(len(table), bool) for table in self.generations)
 
-    def distrust(self, group: int, ids: Ints) -> None:
+    def quarantine(self, group: int, ids: Ints) -> None:
+        super().quarantine(group, ids)
         self._unfilled[group][ids] = True
 
     def trust(self, group: int, ids: Ints, whole: Bools | None = None) -> None:
+        super().trust(group, ids, whole)
         self._unfilled[group][ids if whole is None else ids[whole]] = False
 
     def unfilled(self, group: int, ids: Ints) -> Ints:
