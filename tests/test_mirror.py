@@ -44,7 +44,6 @@ ELSEWHERE = {
     "testing/strides.py": "testing/test_attention.py",
     "testing/timed_agent.py": "cli/test_bench.py",
     "testing/tiny_models.py": "adapters/transformers/test_families.py",
-    "transfer/channel/address.py": "transfer/channel/test_sockets.py",
     "transfer/channel/curve.py": "transfer/channel/test_sockets.py",
     "transfer/channel/messages.py": "transfer/channel/test_framing.py",
     "transfer/channel/status.py": "cli/test_status.py",

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kvstow.plan.manifest import encode
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import plan_route
-from kvstow.transfer.slots import SLOTS, Stage, pieces, when_quiet
+from kvstow.transfer.peers.flight import when_quiet
+from kvstow.transfer.slots import SLOTS, Stage, pieces
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, from_json, hybrid_layout, rows_for
 

@@ -105,8 +105,7 @@ def status(
 
 def _agents(address: str) -> Sequence[str]:
     """The addresses behind an argument; ends with 2 if it is none."""
-    from kvstow.transfer.channel.address import check_dialled
-    from kvstow.transfer.discovery import find_agents
+    from kvstow.transfer.channel.address import check_dialled, find_agents
 
     scheme = address.partition("://")[0]
     if scheme in ("http", "https"):

@@ -9,7 +9,6 @@ loop         what drives them: routines, each in its own `try`
 source       one ticket of a pull, and what is said to its producer
 quarantine   when rows of a failed pull may be used again; fresh engines
 prefixes     blocks that peers may ask for by key, without a ticket
-discovery    where agents are: a list, or a name in DNS
 fence        the generations of a ticket's blocks, read after the last byte
 digests      which bytes are compared, and what they add up to
 metrics      what is counted
@@ -18,11 +17,12 @@ slots        many short pieces as few long ones
 tickets/     what a producer promises         peers/       agents that meet
 channel/     messages between agents          transport/   engines, and memory that is mapped
 
-A ticket is checked when it is parsed (`Ticket.from_bytes`), by its consumer (`Agent.pull`: what it
-is of; `pull.meet`: whose it is), and by its producer when a reader comes (`Leases.open`).
+A ticket is checked when it is parsed (`Ticket.from_bytes`: is it whole?), by its consumer (before
+it meets the producer in `check_request`: is it of this request? and then in `pull.meet`: did that
+agent write it?), and by its producer when a reader comes (`Leases.open`: does its lease run?).
 
-Late writes are contained where a post is quiet (`Flight.land`), where a slot is given back
-(`slots.when_quiet`), where a failed pull waits (`Quarantine.quiesced`), where a producer has
-stopped (`serve.stopped`), and where the engine is replaced (`Endpoint.replace_engine`). Mapped
-memory has none.
+Late writes are contained in two places. `Flight.land` says when nothing of a post writes any more:
+only then are slots and counters given back. `Quarantine` has all that waits for that, or for a
+producer to stop: rows of failed pulls, and transfers that end; and it replaces the engine where
+nothing else helps. Mapped memory has no late writes.
 """

@@ -345,17 +345,17 @@ class Agent:
         self.loop.check_open()
         written = written_rows(self.endpoint.layout, into, Tokens(start_token, tokens))
         self._owner.quarantine(written)
-        order = Order(
-            into=dict(into),
-            written=written,
-            generations=self.endpoint.generations(written),
-            start_token=start_token,
-            num_tokens=tokens,
-            direction=direction or self.options.direction,
-            digest=digest or self.options.digest,
-        )
-        transfer = Transfer(order, self.loop, self._owner, on_quiet)
         try:
+            order = Order(
+                into=dict(into),
+                written=written,
+                generations=self.endpoint.generations(written),
+                start_token=start_token,
+                num_tokens=tokens,
+                direction=direction or self.options.direction,
+                digest=digest or self.options.digest,
+            )
+            transfer = Transfer(order, self.loop, self._owner, on_quiet)
             self.loop.submit(
                 lambda: self.pulls.begin(transfer, listed, seconds),
                 lambda error: self.pulls.refuse(transfer, error),

@@ -246,11 +246,7 @@ def stopped(server: "Server", serving: Serving, error: Exception) -> Routine[Non
     serving.peer.send(Failed(transfer, fault.kind, str(fault), fault.is_early))
     if serving.peer.card.engine in server.endpoint.broken:
         serving.peer.detach()
-    while not serving.is_quiet and not serving.mailbox.has(End):
-        if server.has_forgotten(serving.peer):
-            break
-        yield NOW_AND_THEN
-    with server.quarantine.case(serving.flights):  # it asks: if need be, we close the engine
+    with server.quarantine.case(serving.flights):
         while not serving.is_quiet:
             yield NOW_AND_THEN
     serving.peer.send(Stopped(transfer))

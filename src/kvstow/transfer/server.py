@@ -62,10 +62,6 @@ class Server:
         self._probed: list[Incoming] = []
         self._awake_until = 0.0
 
-    def has_forgotten(self, peer: Incoming) -> bool:
-        """Whether that agent was silent for too long."""
-        return all(each is not peer for each in self.incoming.values())
-
     # ── leases ────────────────────────────────────────────────────────────────────
 
     def lease_ended(self, ticket: Ticket, reason: EndReason) -> None:

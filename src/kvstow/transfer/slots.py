@@ -10,7 +10,6 @@ consumer's rows.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ from kvstow.plan.view import Ints
 from kvstow.route.copies import Copies, cut
 from kvstow.transfer.channel.messages import Fetched, Staged, Written
 from kvstow.transfer.loop import NOW_AND_THEN, Routine, together
-from kvstow.transfer.peers.flight import Flight, move_copies
+from kvstow.transfer.peers.flight import Flight, move_copies, when_quiet
 from kvstow.transfer.transport.base import Kinds
 from kvstow.transfer.transport.mapped import copied
 
@@ -168,12 +167,3 @@ def _address(source: "Source", staged: Staged, parts: list[Piece]) -> int:
     if not 0 <= staged.slot <= stage.nbytes - parts[staged.piece].copies.total:
         raise source.fault(f"slot {staged.slot} is not inside {stage.nbytes} bytes", "transport")
     return stage.address + staged.slot
-
-
-def when_quiet(flights: list[Flight], then: Callable[[], None]) -> None:
-    """Call `then` once, when the last of the flights is quiet."""
-    left = [flight for flight in flights if not flight.is_quiet]
-    if left:
-        left[0].after(lambda: when_quiet(left, then))
-    else:
-        then()

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from kvstow.errors import TransferError
 from kvstow.transfer.tickets.lease import Lease, Leases
 
-TICKET = b"digest of the ticket"
+TICKET = b"signature of the ticket"
 
 
 def made(leases: Leases, id: int, *, seconds: float = 10, readers: int | None = 1, now: float = 0):
     """Grant a lease; the list its end is noted in."""
     ended: list[str] = []
-    ticket: Any = SimpleNamespace(lease=id, digest=TICKET, lease_seconds=seconds)
+    ticket: Any = SimpleNamespace(lease=id, signature=TICKET, lease_seconds=seconds)
     leases.grant(Lease(ticket, readers, now + seconds, ended.append))
     return ended
 

@@ -13,8 +13,8 @@ from kvstow.offload.journal import JournalKind
 from kvstow.offload.remote.client import parse
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import parse_size
+from kvstow.transfer.channel.address import check_source
 from kvstow.transfer.channel.curve import Keys
-from kvstow.transfer.discovery import check_source
 from kvstow.transfer.options import DigestPolicy, Options, Way
 
 FOREIGN = {
@@ -52,7 +52,7 @@ class ConnectorOptions:
 
     `host_bytes` above zero turns offloading on; the other tiers lie below it. Where `listen` or
     `lend` name a port, it is the first rank's, and those of the others count up from it. `peers`
-    are spelled as `transfer.discovery` does, `remote` as `offload.remote.client`.
+    are spelled as `transfer.channel.address` does, `remote` as `offload.remote.client`.
     """
 
     model: str = ""

@@ -4,6 +4,6 @@
 - `framing`: what a channel is; frames to the byte, and the sessions that they belong to
 - `sockets`: the channel over ZeroMQ
 - `curve`: keys, and who may be talked to
-- `address`: which addresses can be dialled, and which stay on this machine
+- `address`: which addresses can be dialled, which stay on this machine, where agents are
 - `status`: how an agent is doing, told and asked
 """

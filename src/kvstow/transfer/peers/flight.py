@@ -111,6 +111,15 @@ class Flight:
 # ── many of them ──────────────────────────────────────────────────────────────────────
 
 
+def when_quiet(flights: list[Flight], then: Callable[[], None]) -> None:
+    """Call `then` once, when the last of the flights is quiet."""
+    left = [flight for flight in flights if not flight.is_quiet]
+    if left:
+        left[0].after(lambda: when_quiet(left, then))
+    else:
+        then()
+
+
 def chunk_bytes(bytes_per_second: float, kinds: Kinds) -> int:
     """How much to post at once over a path of this rate; 0 where it is not known."""
     if bytes_per_second == 0:

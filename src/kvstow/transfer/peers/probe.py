@@ -13,8 +13,7 @@ from kvstow.route.ways import PROBE_BYTES, PROBE_COPIES, SLOTS_SHARE, Path, Rate
 from kvstow.transfer.channel.messages import AskProbe, Card, TellProbe
 from kvstow.transfer.loop import Routine
 from kvstow.transfer.peers.endpoint import Endpoint
-from kvstow.transfer.peers.flight import Flight, move_copies
-from kvstow.transfer.slots import when_quiet
+from kvstow.transfer.peers.flight import Flight, move_copies, when_quiet
 from kvstow.transfer.transport.base import Direction, Kinds
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from kvstow.offload.host.tier import HostTier
 from kvstow.plan.view import Ints
 from kvstow.threads import guarded_thread
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.discovery import find_agents
+from kvstow.transfer.channel.address import find_agents
 from kvstow.transfer.peers.outgoing import Outgoing
 from kvstow.transfer.tickets.owner import Generations
 from kvstow.transfer.tickets.ticket import Ticket

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from kvstow.errors import TransferError
-from kvstow.transfer.discovery import check_source, find_agents
+from kvstow.transfer.channel.address import check_source, find_agents
 
 A, B = "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"
 
