@@ -125,8 +125,7 @@ class TransferError(KvstowError):
     """Bytes that were not moved, or were moved and not accepted.
 
     `peer` is the agent on the other side, `blocks` the destination ids by group name:
-    none of them holds anything that may be used. `is_early` says that the producer does not know
-    the ticket yet, and may soon: the same pull may succeed later.
+    none of them holds anything that may be used.
     """
 
     def __init__(
@@ -136,9 +135,7 @@ class TransferError(KvstowError):
         kind: FaultKind,
         peer: str = "",
         blocks: Mapping[str, tuple[int, ...]] | None = None,
-        is_early: bool = False,
     ) -> None:
-        self.is_early = is_early
         self.kind: FaultKind = kind
         self.peer = peer
         self.blocks = dict(blocks or {})

@@ -350,9 +350,9 @@ def naming_rows(
     rows = {groups[g].group.name: tuple(b.ids.tolist()) for g, b in order.into.items()}
     listing = "; ".join(f"group {name!r}: {_few(ids)}" for name, ids in rows.items())
     peers = [source.peer.name for source in sources]
-    kind, peer, is_early = "ticket", "", False
+    kind, peer = "ticket", ""
     if isinstance(error, TransferError):
-        kind, peer, is_early = error.kind, error.peer, error.is_early
+        kind, peer = error.kind, error.peer
     text = str(error) if peer else f"peers {peers}: {error}"
     agents = {source.engine: source.peer.name for source in sources}
     return TransferError(
@@ -360,7 +360,6 @@ def naming_rows(
         kind=kind,
         peer=agents.get(peer, peer) or peers[0],
         blocks=rows,
-        is_early=is_early,
     )
 
 

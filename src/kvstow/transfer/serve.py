@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EARLY_SECONDS = 1.0
+EARLY_SECONDS = 2.0
 ENDED = "ended by its consumer"
 
 
@@ -145,14 +145,10 @@ def serve(server: "Server", serving: Serving) -> Routine[None]:
 
 
 def lease_granted(server: "Server", serving: Serving) -> Routine[None]:
-    """Wait a moment for the lease of a consumer that waits for no answer: a scheduler may have
-    written the ticket, and the agent hear of it later than the consumer."""
+    """Wait a moment for a lease that is not known: a scheduler may have written the ticket, and the
+    agent hear of it later than the consumer."""
     until = server.endpoint.clock() + EARLY_SECONDS
-    while (
-        serving.begin.way == "mapped"
-        and server.leases.is_early(serving.begin.lease)
-        and server.endpoint.clock() < until
-    ):
+    while server.leases.is_early(serving.begin.lease) and server.endpoint.clock() < until:
         yield NOW_AND_THEN
 
 
@@ -243,7 +239,7 @@ def stopped(server: "Server", serving: Serving, error: Exception) -> Routine[Non
     """
     serving.task.shield()
     transfer, fault = serving.begin.transfer, _fault(error)
-    serving.peer.send(Failed(transfer, fault.kind, str(fault), fault.is_early))
+    serving.peer.send(Failed(transfer, fault.kind, str(fault)))
     if serving.peer.card.engine in server.endpoint.broken:
         serving.peer.detach()
     with server.quarantine.case(serving.flights):

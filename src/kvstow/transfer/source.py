@@ -157,9 +157,7 @@ class Source(Conversation):
 
     def failure(self, message: Failed) -> TransferError:
         """The error of a producer that does not go on."""
-        fault = self.fault(message.reason, message.kind)
-        fault.is_early = message.is_early
-        return fault
+        return self.fault(message.reason, message.kind)
 
     def lose(self, error: TransferError) -> None:
         """The peer is gone. Its memory stays, where it is mapped: the pull goes on."""

@@ -149,7 +149,7 @@ def test_a_line_that_has_not_said_hello_begins_nothing(node, stranger):
     stranger.say(begin)
     failed = stranger.answer()
     assert isinstance(failed, messages.Failed)
-    assert failed.is_early
+    assert "not given out here" in failed.reason
     assert stranger.answer() == messages.Stopped(1)
     with Stranger(node.address) as other:
         other.say(begin)

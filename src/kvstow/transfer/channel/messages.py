@@ -179,13 +179,11 @@ class Fetched(Message, frozen=True, tag="fetched"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """The producer does not go on. Until it says `stopped`, something of it may still write.
-    `is_early` where the ticket is not known yet and may become so: the pull may come again."""
+    """The producer does not go on. Until it says `stopped`, something of it may still write."""
 
     transfer: int
     kind: FaultKind
     reason: str
-    is_early: bool = False
 
 
 class End(Message, frozen=True, tag="end"):

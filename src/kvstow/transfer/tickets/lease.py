@@ -88,7 +88,7 @@ class Leases:
         if id in self._ended:
             kind, why = ENDED[self._ended[id]]
             raise TransferError(f"lease {id}: {why}", kind=kind)
-        raise TransferError(f"lease {id}: not given out here yet", kind="ticket", is_early=True)
+        raise TransferError(f"lease {id}: not given out here", kind="ticket")
 
     def open(
         self, id: int, signature: bytes, reader: Hashable, *, now: float, ranks: int = 1

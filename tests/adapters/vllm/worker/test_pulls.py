@@ -16,7 +16,6 @@ import torch
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import StepResults
 from kvstow.adapters.vllm.worker import pulls
-from kvstow.errors import TransferError
 from kvstow.transfer import serve
 from kvstow.transfer.pulls import Transfer
 from kvstow.transfer.transport.local import Fabric, LocalTransport
@@ -163,15 +162,6 @@ def test_a_failed_pull_is_mostly_quiet_at_once_and_holds_nothing(
     finally:
         prefill.hands.close()
         decode.hands.close()
-
-
-def test_nothing_is_tried_again_while_somebody_may_write():
-    with hung("BLHNC", "BLHNC", pool=Pool()) as (_, decode):
-        (transfer,) = decode.hands.agent.pulls.unquiet
-        transfer.error = TransferError("not yet", kind="ticket", is_early=True)
-        found = told(decode)
-        assert found.held
-        assert found.counts == {"pulls ticket": 1}
 
 
 def test_what_tests_with_servers_break_is_still_where_they_break_it(

@@ -3,7 +3,7 @@
 The scheduler's side writes a ticket when a request ends, and tells every worker of it twice: by
 mail at once, and in the engine's next step. Either makes the lease; an engine that is driven by
 hand (`LLM.generate`) takes no step once its last request has ended. Mail that does not arrive costs
-nothing: the next step tells, and a consumer that was faster tries once more.
+nothing: the next step tells, and a consumer that was faster waits a moment.
 """
 
 import logging

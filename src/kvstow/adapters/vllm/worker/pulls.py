@@ -10,7 +10,7 @@ over for its request sooner, while the scheduler's side holds its blocks:
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -35,9 +35,6 @@ from kvstow.transfer.agent import Agent
 from kvstow.transfer.pulls import Transfer
 
 log = logging.getLogger(__name__)
-
-RETRY_SECONDS = 1.0
-"""A ticket may be shown before the producer's worker has heard of it: it is tried once more."""
 
 HOLD_SECONDS = 1.0
 """Most failed pulls are quiet at once. A request waits so long for it, then its blocks are held."""
@@ -124,17 +121,10 @@ class RankPulls(RankPart):
         outcome: EarlyOutcome = "failed"
         try:
             yield from self._until_steps_are_over()
-            for may_retry in (pull.seconds is None, False):  # a peer that was asked has the ticket
-                transfer = self._begin(pull)
-                while not transfer.done:
-                    yield
-                is_quiet = yield from self._until_quiet_or_held(pull, transfer)
-                is_early = transfer.error is not None and transfer.error.is_early
-                if not (may_retry and is_quiet and is_early):
-                    break
-                until = time.monotonic() + RETRY_SECONDS
-                while time.monotonic() < until:
-                    yield
+            transfer = self._begin(pull)
+            while not transfer.done:
+                yield
+            yield from self._until_quiet_or_held(pull, transfer)
             if transfer.error is not None:
                 raise transfer.error
             self._check_whole(pull, transfer.order.into)
@@ -171,18 +161,15 @@ class RankPulls(RankPart):
             on_quiet=self._rank.wake,
         )
 
-    def _until_quiet_or_held(
-        self, pull: PullBlocks, transfer: Transfer
-    ) -> Generator[None, None, bool]:
-        """Until nothing writes to the blocks. False if it failed, and the engine keeps them for
-        now: it computes the request in others."""
+    def _until_quiet_or_held(self, pull: PullBlocks, transfer: Transfer) -> Task:
+        """Until nothing writes to the blocks, or it has failed and the engine keeps them for now:
+        it computes the request in others."""
         until = time.monotonic() + HOLD_SECONDS
         while not transfer.wait_quiet(0):
             if transfer.error is not None and pull.may_hold and time.monotonic() >= until:
                 self._holds.begin(self._hold(pull, transfer, transfer.error))
-                return False
+                return
             yield
-        return True
 
     def _hold(self, pull: PullBlocks, transfer: Transfer, error: TransferError) -> Task:
         """Have a failed pull's blocks held until nobody writes to them any more."""
