@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from threading import Barrier
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full, State, Window
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.channel.messages import AskPrefix, TellPrefix
+from kvstow.transfer.channel.messages import AnyMessage, AskPrefix, TellPrefix
 from kvstow.transfer.options import Options
 from kvstow.transfer.prefixes import GONE, MOST_LEASES, NONE
 from kvstow.transfer.tickets.ticket import Ticket
@@ -203,8 +204,10 @@ def test_a_question_under_another_identity_is_a_miss(pair: tuple[Engine, Engine]
     producer.holds(PROMPT)
     keys = b"".join(keys_of(PROMPT))
     forged = AskPrefix(1, OTHER.digest, 4, keys)
-    assert producer.agent.prefixes.has_room()
-    assert producer.agent.prefixes.answer(forged) == "identity"
+    said: list[AnyMessage] = []
+    producer.agent.prefixes.hear(SimpleNamespace(send=said.append), forged)  # pyright: ignore
+    wait_for(lambda: producer.agent.settle() or said)
+    assert said == [TellPrefix(1, b"", "identity")]
     assert producer.agent.prefixes.answers == {"identity": 1}
 
 
@@ -303,7 +306,7 @@ def test_too_many_open_answers_are_misses_until_some_have_ended(pair: tuple[Engi
     producer.holds(PROMPT)
     prefixes = producer.agent.prefixes
     for _ in range(MOST_LEASES):
-        assert prefixes.has_room()
+        assert prefixes._room.acquire(blocking=False)
     assert asked(consumer, producer, keys_of(PROMPT)) is None
     assert prefixes.answers == misses(consumer) == {"busy": 1}
 
@@ -395,11 +398,12 @@ def test_a_question_to_a_peer_that_is_lost_ends_at_once(pair: tuple[Engine, Engi
 
 
 def test_a_source_that_raises_costs_no_room(pair: tuple[Engine, Engine]):
-    prefixes = pair[0].agent.prefixes
+    agent = pair[0].agent
     question = AskPrefix(1, MODEL.digest, 4, b"".join(keys_of(PROMPT)))
+    said: list[AnyMessage] = []
     with mock.patch.object(pair[0].lent, "ids", side_effect=ValueError("on purpose")):
         for _ in range(MOST_LEASES + 1):
-            assert prefixes.has_room()
-            with pytest.raises(ValueError, match="on purpose"):
-                prefixes.answer(question)
-    assert prefixes.has_room()
+            agent.prefixes.hear(SimpleNamespace(send=said.append), question)  # pyright: ignore
+            agent.settle()
+    assert said == []
+    assert agent.prefixes.answers == {}

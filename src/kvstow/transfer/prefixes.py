@@ -17,7 +17,6 @@ from threading import BoundedSemaphore
 from typing import Protocol
 
 import numpy as np
-from msgspec.structs import replace
 
 from kvstow.errors import KvstowError, TransferError
 from kvstow.plan.retention import Bools, Encoder, State, longest_prefix, seen_blocks
@@ -33,8 +32,7 @@ from kvstow.transfer.loop import Conversation, Loop, Routine, Task
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.outgoing import Outgoing
 from kvstow.transfer.serve import Incoming
-from kvstow.transfer.tickets.lease import EndReason
-from kvstow.transfer.tickets.offers import Offers, OnEnd
+from kvstow.transfer.tickets.offers import Offers
 from kvstow.transfer.tickets.owner import OwnerQueue
 from kvstow.transfer.tickets.ticket import Ticket
 
@@ -67,7 +65,7 @@ class BlockSource(Protocol):
 
 
 class PrefixAnswers:
-    """Answers questions from a source, in the thread of the blocks' owner, but for `has_room`.
+    """Answers questions from a source, in the thread of the blocks' owner.
 
     `answers` counts them by kind: a ticket, a miss where nothing is held, or another reason.
     """
@@ -85,45 +83,27 @@ class PrefixAnswers:
         """Somebody asks; the owner's thread answers when it next settles."""
         if self.source is None:
             peer.send(TellPrefix(question.question, b"", "absent"))
-        elif self.has_room():
-            self._owner.defer(partial(self._tell, peer, question))
+        elif self._room.acquire(blocking=False):
+            self._owner.defer(partial(self._answer, peer, question))
         else:
+            self.answers["busy"] += 1
             peer.send(TellPrefix(question.question, b"", "busy"))
 
-    def _tell(self, peer: Incoming, question: AskPrefix) -> None:
-        answer, message = self.answer(question), TellPrefix(question.question, b"")
-        if isinstance(answer, Ticket):
-            message = replace(message, ticket=answer.to_bytes())
-        else:
-            message = replace(message, miss=answer)
-        self._loop.try_submit(
-            lambda: peer.send(message)
-        )  # once it is closed, the lease has ended too
-
-    def has_room(self) -> bool:
-        """Whether one more question may wait for its answer; it counts from now on."""
-        if self._room.acquire(blocking=False):
-            return True
-        self.answers["busy"] += 1
-        return False
-
-    def answer(self, question: AskPrefix) -> Ticket | MissReason:
+    def _answer(self, peer: Incoming, question: AskPrefix) -> None:
         """A ticket for the longest beginning that is held, or why there is none."""
-
-        def over(reason: EndReason | None = None) -> None:
-            self._room.release()
-
         try:
-            answer = self._refusal(question) or self._offer(question, over)
+            answer = self._refusal(question) or self._offer(question)
         except BaseException:
-            over()
+            self._room.release()
             raise
         if isinstance(answer, Ticket):
             self.answers["ticket"] += 1
+            message = TellPrefix(question.question, answer.to_bytes())
         else:
+            self._room.release()
             self.answers["miss" if answer == "absent" else answer] += 1
-            over()
-        return answer
+            message = TellPrefix(question.question, b"", answer)
+        self._loop.try_submit(lambda: peer.send(message))  # closed: the lease has ended too
 
     def _refusal(self, question: AskPrefix) -> MissReason | None:
         """Why nothing is looked for: another computation asks, or there are recurrent states,
@@ -133,19 +113,19 @@ class PrefixAnswers:
         groups = self._endpoint.layout.groups
         return "states" if any(isinstance(g.group.retention, State) for g in groups) else None
 
-    def _offer(self, question: AskPrefix, on_end: OnEnd) -> Ticket | MissReason:
+    def _offer(self, question: AskPrefix) -> Ticket | MissReason:
         assert self.source is not None
         try:
             with self.source.still():
-                result = self.longest(self.source, _split(question.keys), question.step)
+                result = self._longest(self.source, _split(question.keys), question.step)
                 if isinstance(result, str):
                     return result
-                return self._offers.offer(*result, on_end=on_end)
+                return self._offers.offer(*result, on_end=lambda reason: self._room.release())
         except KvstowError as error:
             self._endpoint.note("prefix-not-offered", {"why": str(error)})
             return "error"
 
-    def longest(
+    def _longest(
         self, source: BlockSource, keys: Sequence[bytes], step: int
     ) -> tuple[dict[int, Blocks], int] | MissReason:
         """The blocks of the longest beginning that every group holds, and its tokens; or why there
@@ -216,10 +196,10 @@ def ask_peer(
         endpoint.note("prefix-missed", facts)
         return None
     ticket = Ticket.from_bytes(answer.ticket)
-    if not 0 < ticket.num_tokens <= num_tokens:
+    if not (ticket.is_signed_by(peer.ticket_key) and 0 < ticket.num_tokens <= num_tokens):
         raise TransferError(
-            f"peer {peer.name!r} answered with {ticket.num_tokens} tokens, asked for at most "
-            f"{num_tokens}",
+            f"peer {peer.name!r} answered with {ticket.num_tokens} tokens of agent "
+            f"{ticket.agent!r}, asked for at most {num_tokens} of its own",
             kind="ticket",
             peer=peer.name,
         )
