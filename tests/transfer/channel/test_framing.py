@@ -25,7 +25,7 @@ def any_message() -> st.SearchStrategy[messages.AnyMessage]:
         st.builds(Renew, st.tuples(ints, ints)),
         st.builds(End, ints, ints, st.sampled_from(["accepted", "failed", "aborted"]), ints),
         st.builds(messages.Refused, st.just("ticket"), st.tuples(st.text(max_size=9))),
-        st.builds(messages.Failed, ints, st.just("ticket"), st.text(max_size=9), st.booleans()),
+        st.builds(messages.Failed, ints, st.just("ticket"), st.text(max_size=9)),
         st.builds(
             Begin,
             ints,
