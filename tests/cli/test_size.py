@@ -353,9 +353,10 @@ def test_a_checkpoint_that_is_quantised_is_not_loaded_otherwise(model, dtype):
 
 
 def test_a_quantised_release_is_served_under_its_whole_name():
-    document = size("qwen3-8b-awq", "--gpu", "h100")
-    assert any("give its whole name" in note for note in document["notes"])
-    assert "command" not in document
+    for name in ("qwen3-8b-awq", "llama-3.1-8b-fp8", "qwen2.5-7b-fp8"):
+        document = size(name, "--gpu", "h100")
+        assert any("give its whole name" in note for note in document["notes"])
+        assert "command" not in document
     assert "vllm serve Qwen/Qwen3-8B-AWQ" in size("Qwen/Qwen3-8B-AWQ", "--gpu", "h100")["command"]
 
 

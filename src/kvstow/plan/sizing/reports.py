@@ -195,6 +195,9 @@ def plain(number: Fraction) -> int | float:
 UNSERVED = frozenset(("t5", "mt5", "umt5", "bart", "mbart", "m2m_100", "marian", "pegasus"))
 """Model types that vLLM does not have."""
 
+FP8_BESIDE = ("Qwen/Qwen3", "zai-org/GLM-4.")
+"""How repositories begin that have one with -FP8 at the end beside them."""
+
 NODE_GPUS = 8
 """GPUs that a node usually has at most."""
 
@@ -566,7 +569,9 @@ def _not_served(question: SizeQuestion) -> str:
         is_own = not own and plain_dtype is not None and plain_dtype is own_dtype(config)
         if not is_own and (dtype != "fp8" or own not in ("", "fp8")):
             return f"vLLM would not load the weights as {dtype}; name a checkpoint that has them so"
-    if isinstance(model, str) and "/" not in model and quantisation(model) not in ("", "-fp8"):
+    suffix = quantisation(model) if isinstance(model, str) and "/" not in model else ""
+    is_beside = suffix == "-fp8" and repository(config.name).startswith(FP8_BESIDE)
+    if suffix and not is_beside:
         return f"where {model} is released is not known; give its whole name, organisation/model"
     return ""
 
