@@ -2,26 +2,19 @@
 
 import json
 import re
+from functools import partial
 from itertools import product
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from kvstow.cli import app
+from commands import document, invoke
 from kvstow.plan.models import catalogue
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 PACKINGS = ("slab", "union", "separate")
 
 
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
-
-
-def compare(*arguments: str) -> dict:
-    result = invoke("compare", *arguments, "--json")
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+compare = partial(document, "compare")
 
 
 def by_choice(document: dict) -> dict[tuple[str, str], dict]:

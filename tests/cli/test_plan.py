@@ -3,12 +3,12 @@
 import json
 import sys
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from kvstow.cli import app
+from commands import document, invoke
 from kvstow.plan.manifest import decode, fingerprint
 from kvstow.plan.models import catalogue
 
@@ -51,19 +51,8 @@ TINY = {
     "hidden_size": 128,
     "torch_dtype": "bfloat16",
 }
+plan = partial(document, "plan")
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-
-
-def invoke(*arguments: str, stdin: bytes | None = None) -> Result:
-    result = CliRunner().invoke(app, list(arguments), input=stdin)
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result
-
-
-def plan(*arguments: str) -> dict:
-    result = invoke("plan", *arguments, "--json")
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
 
 
 def test_the_document_has_every_stable_key():

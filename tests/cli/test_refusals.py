@@ -1,22 +1,14 @@
 """What cannot be asked of a running system is refused at once, with the documented exit code."""
 
 import builtins
-import json
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from kvstow.cli import app
+from commands import document, invoke
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.plan.identity import Identity
 from kvstow.plan.manifest import encode
 from kvstow.plan.sizing.plan import plan_model
-
-
-def invoke(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result
 
 
 @pytest.mark.parametrize(
@@ -190,5 +182,5 @@ def test_what_the_user_got_wrong_ends_with_2_and_says_what(arguments, words):
     ],
 )
 def test_what_was_assumed_reaches_programs(arguments):
-    document = json.loads(invoke(*arguments, "--json").stdout)
-    assert "no dtype in the configuration: planned as bfloat16" in document["notes"]
+    notes = document(*arguments)["notes"]
+    assert "no dtype in the configuration: planned as bfloat16" in notes

@@ -1,11 +1,12 @@
 """`kvstow size`: how many requests fit, what a load needs, the smallest cluster."""
 
 import json
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from kvstow.cli import app
+from commands import document
+from commands import invoke as run_command
 
 WHOLE = {
     "model_type": "llama",
@@ -18,16 +19,8 @@ WHOLE = {
 }
 
 
-def invoke(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, ["size", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result
-
-
-def size(*arguments: str, code: int = 0) -> dict:
-    result = invoke(*arguments, "--json")
-    assert result.exit_code == code, result.stderr
-    return json.loads(result.stdout)
+invoke = partial(run_command, "size")
+size = partial(document, "size")
 
 
 def test_a_gpu_alone_asks_how_many_requests_fit():
