@@ -91,7 +91,7 @@ class KvstowHiCache(HiCacheStorage):
 
     Options, in `--hicache-storage-backend-extra-config`: the places `host`, `disk` with
     `disk_bytes`, `remote`; and `model_dir` or `unverified`, which says why nobody need look at
-    the weights. The store is open_store when SGLang registers its first pool.
+    the weights. The store is opened when SGLang registers its first pool.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
@@ -118,7 +118,7 @@ class KvstowHiCache(HiCacheStorage):
     def _register(self, name: str, pool: HostPool) -> None:
         """Open the stores for pages of a pool. Raises for a store of another computation."""
         if self._chunks is None:
-            self._chunks = self._options.open_store(self._identity(pool))
+            self._chunks = ChunkStore(identity=self._identity(pool), **self._options.places)
         # Pools of heads and recurrent states are sharded, also beside a latent cache.
         is_sharded = name == PoolName.MAMBA.value or hasattr(pool, "head_num")
         is_replicated = self._config.is_mla_model and not is_sharded

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from kvstow.adapters.chunks import ChunkStore, stated_identity
+from kvstow.adapters.chunks import stated_identity
 from kvstow.errors import SpecError
 from kvstow.plan.checkpoint import adapter_digest
 from kvstow.plan.identity import Identity
@@ -88,10 +88,6 @@ class HiCacheOptions:
         )
         fields = dict(stated.config) | {f"sglang {name}": value for name, value in settings.items()}
         return replace(stated, config=tuple(sorted(fields.items())))
-
-    def open_store(self, identity: Identity) -> ChunkStore:
-        """The store of pages."""
-        return ChunkStore(identity=identity, **self.places)
 
 
 def rank_name(config: RankConfig, *, is_replicated: bool) -> str:

@@ -70,10 +70,12 @@ class EarlyPulls:
     ) -> Begin:
         """Have every rank pull the whole blocks of a hand-over, but those that are here. `over` is
         called when a pull that has begun has ended, by `wait` or `poll`."""
+        if not self._seconds:
+            return "beside steps"
         size, pool = self._block_tokens, self._engine.blocks
         total = min(handover.num_tokens, len(request.all_token_ids) - 1) // size
         is_looked_for = len(request.block_hashes) >= total and not request.skip_reading_prefix_cache
-        if not self._seconds or not is_looked_for:
+        if not is_looked_for:
             return "beside steps"
         cached = pool.cached(request.block_hashes, total)
         if len(cached) == total:

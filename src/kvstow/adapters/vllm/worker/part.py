@@ -10,10 +10,6 @@ from kvstow.adapters.vllm.protocol import StepOrders, StepResults
 from kvstow.memory.arena import Arena
 
 
-def _nobody() -> None:
-    """Nobody waits."""
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankState:
     """One rank, as all its parts see it. With `after_steps`, steps that the engine has begun may
@@ -26,7 +22,7 @@ class RankState:
     after_steps: bool = False
     by_hand: bool = False
     counts: EngineCounts = field(default_factory=EngineCounts)
-    wake: Callable[[], None] = _nobody
+    wake: Callable[[], None] = lambda: None
 
 
 Task = Generator[None]
