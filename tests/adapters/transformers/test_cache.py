@@ -18,10 +18,9 @@ from transformers.models.qwen3_5 import Qwen3_5Config
 from kvstow.adapters.transformers import (
     Cache,
     ModelMemory,
-    cache_layers,
     cache_name,
 )
-from kvstow.adapters.transformers.inspect import kept_layers
+from kvstow.adapters.transformers.inspect import kept_layers, twin_cache
 from kvstow.adapters.transformers.rows import one_stride
 from kvstow.errors import BlockError, ModelError
 from kvstow.plan.identity import Identity
@@ -30,6 +29,10 @@ from kvstow.plan.spec import DType
 from kvstow.testing.tiny_models import FAMILIES, tiny_model
 
 # ── what a model keeps ────────────────────────────────────────────────────────────────
+
+
+def cache_layers(model, *, block_tokens=16, **more):
+    return kept_layers(twin_cache(model), block_tokens=block_tokens, **more)
 
 
 def test_sliding_layers_keep_their_window_and_full_layers_everything():

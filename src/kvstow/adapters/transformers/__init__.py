@@ -18,7 +18,7 @@ attention   attention that reads rows in place
 
 from kvstow.adapters.transformers.cache import Cache
 from kvstow.adapters.transformers.identity import model_identity
-from kvstow.adapters.transformers.inspect import cache_layers, cache_name
+from kvstow.adapters.transformers.inspect import cache_name
 from kvstow.adapters.transformers.memory import ModelMemory
 
-__all__ = ["Cache", "ModelMemory", "cache_layers", "cache_name", "model_identity"]
+__all__ = ["Cache", "ModelMemory", "cache_name", "model_identity"]

@@ -260,18 +260,11 @@ def check_decoder(model: PreTrainedModel) -> None:
         )
 
 
-def cache_layers(
-    model: PreTrainedModel, *, block_tokens: int = 16, tp: Rank = (0, 1)
-) -> tuple[LayerSpec, ...]:
-    """The model's cache as layer specs: `layers.3`, `layers.3.state`, `layers.3.indexer`.
+def kept_layers(cache: Cache, *, block_tokens: int, tp: Rank = (0, 1)) -> tuple[LayerSpec, ...]:
+    """What a cache that has been used keeps: `layers.3`, `layers.3.state`, `layers.3.indexer`.
 
     Blocks hold `block_tokens` tokens, or more where these would not make whole entries.
     """
-    return kept_layers(twin_cache(model), block_tokens=block_tokens, tp=tp)
-
-
-def kept_layers(cache: Cache, *, block_tokens: int, tp: Rank = (0, 1)) -> tuple[LayerSpec, ...]:
-    """What a cache that has been used keeps, as layer specs."""
     specs: list[LayerSpec] = []
     for i, layer in enumerate(cache.layers):
         specs += kept_specs(f"layers.{i}", layer, block_tokens, tp)
