@@ -13,4 +13,15 @@ why       where reuse of a prompt ended, and why
 watch     which rows are in which tier, told as changes
 events    what a ledger and a store have cached, published for routers
 metrics   the numbers of tiers, for Prometheus
+
+A save, a load, and what is promised where:
+
+    Store.save   keys.PromptRows    which rows a prompt has, and their keys
+                 Mover.store        arena → reserved rows of the host; kept when all bytes are there
+                 Mover._demote      on to the tiers below; dropped, and counted, when too many wait
+                 DiskTier.store     written, synced, then named: what has its name survives a kill
+    Store.load   PromptRows.longest what every group can serve, by `contains`, which is a guess
+                 Mover.load         host → arena; what is lacking: below → host, checked → arena
+    eviction     each tier for itself, those used longest ago first; a row that is read stays whole
+    recovery     a tier that is opened has what has names; nothing is replayed
 """

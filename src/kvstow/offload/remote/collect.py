@@ -298,7 +298,7 @@ class Quota:
         with self._lock:
             self._added += nbytes
 
-    def refusal(self, nbytes: int, waiting: int = 0) -> str:
+    def refusal(self, nbytes: int, waiting: int) -> str:
         """Why so many bytes more are too much, beside those that wait to be written, with the
         numbers; empty where they are not."""
         options, added = self._options, self._added + waiting
