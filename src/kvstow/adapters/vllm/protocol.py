@@ -451,12 +451,9 @@ class Handover:
 
     def params(self) -> dict[str, Any]:
         """For the consumer's request."""
-        carried = {
-            "tickets": [str(ticket) for ticket in self.tickets],
-            "num_tokens": self.num_tokens,
-            "prompt": self.prompt,
-        }
-        return {CARRIES_TICKETS: True, OURS: carried}
+        tickets = [str(ticket) for ticket in self.tickets]
+        carried = _Carried(tickets, self.num_tokens, self.prompt)
+        return {CARRIES_TICKETS: True, OURS: msgspec.to_builtins(carried)}
 
 
 class OtherPrompt(TransferError):
