@@ -163,7 +163,7 @@ def test_a_load_says_why_at_debug_level(tmp_path: Path, caplog: pytest.LogCaptur
 
 def noted(path: Path, what: str) -> list[Any]:
     lines = (path / FILE).read_text().splitlines()
-    return [record[what] for line in lines if "secret" not in (record := json.loads(line))]
+    return [record[what] for line in lines if line and "secret" not in (record := json.loads(line))]
 
 
 def test_no_tokens_are_kept_unless_the_user_wants_them(tmp_path: Path):
@@ -229,13 +229,16 @@ def test_several_processes_make_one_journal(tmp_path: Path):
     assert len(Journal(tmp_path).alike(Prompt.of(TOKENS))) == 40
 
 
-def test_whoever_is_killed_before_the_first_line_leaves_a_journal_that_can_be_written(
-    tmp_path: Path,
+@pytest.mark.parametrize("line", [b"", b'{"secr', b"\0" * 50])
+def test_a_first_line_that_was_torn_leaves_a_journal_that_can_be_written(
+    tmp_path: Path, line: bytes
 ):
     (tmp_path / FILE).touch(0o600)
+    (tmp_path / FILE).write_bytes(line)
     assert Journal(tmp_path).alike(Prompt.of(TOKENS)) == []
     Journal(tmp_path).note(Prompt.of(TOKENS), IDENTITY, 4)
-    assert len(Journal(tmp_path).alike(Prompt.of(TOKENS))) == 1
+    Journal(tmp_path).note(Prompt.of(TOKENS), IDENTITY, 4)
+    assert len(Journal(tmp_path).alike(Prompt.of(TOKENS))) == 2
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 

@@ -39,6 +39,9 @@ FILE, OLD_FILE = "prompts.jsonl", "prompts.old"
 MOST_BYTES = 32 << 20
 """A file that is longer becomes the old one."""
 
+SECRET_BYTES = 1024
+"""The line with the secret is shorter."""
+
 DIGITS = 16
 """Of a digest, in hexadecimal."""
 
@@ -102,30 +105,31 @@ class Journal:
             self._begin(secret)
 
     def _begin(self, secret: bytes) -> None:
-        """Say what digests are keyed by, in a file that is made where there is none."""
+        """Say what digests are keyed by, in a file that is made where there is none. The line
+        before may be torn."""
         make_directory(self.path.parent)
-        self._append({"secret": secret.hex()})
+        self._append({"secret": secret.hex()}, before=b"\n")
 
-    def _append(self, line: dict[str, Any]) -> int:
+    def _append(self, line: dict[str, Any], before: bytes = b"") -> int:
         """Append a line, at once; how long the file is then."""
         fd = open_own(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
-            os.write(fd, json.dumps(line).encode() + b"\n")
+            os.write(fd, before + json.dumps(line).encode() + b"\n")
             return os.fstat(fd).st_size
         finally:
             os.close(fd)
 
     def _secret(self) -> bytes | None:
-        """What the journal's digests are keyed by; None where there is no journal, or it is empty:
-        whoever made it was killed."""
+        """What the journal's digests are keyed by; None where there is no journal, or its first
+        line is torn: whoever made it was killed."""
         for path in (self.path, self._old):
             with suppress(FileNotFoundError), os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
-                first = file.readline(1024)
-                try:
-                    if first:
-                        return bytes.fromhex(json.loads(first)["secret"])
-                except (ValueError, TypeError, KeyError):
-                    raise StoreError(f"{path} is no journal of stored prompts") from None
+                lines = [file.readline(SECRET_BYTES) for _ in range(3)]
+                for line in lines:
+                    with suppress(ValueError, TypeError, KeyError):
+                        return bytes.fromhex(json.loads(line)["secret"])
+                if len(lines[0]) >= SECRET_BYTES or lines[1]:
+                    raise StoreError(f"{path} is no journal of stored prompts")
         return None
 
     def alike(self, prompt: Prompt) -> list[RecordedPrompt]:
