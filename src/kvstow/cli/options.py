@@ -305,10 +305,8 @@ def layout_in(path: Path) -> Layout:
     """The layout in a manifest; ends with 2 where there is none."""
     from kvstow.plan.manifest import decode
 
-    try:
+    with usage(ManifestError, about=path):
         return decode(read_manifest(path))
-    except ManifestError as error:
-        refuse(f"{path}: {error}")
 
 
 def _deployment(text: str) -> tuple[Deployment, int | None]:
@@ -317,7 +315,7 @@ def _deployment(text: str) -> tuple[Deployment, int | None]:
 
     model, _, rest = text.partition("@")
     settings: dict[str, Any] = {}
-    try:
+    with usage(PlanError, about=text):
         for setting in filter(None, rest.split(",")):
             key, _, value = setting.partition("=")
             if key in settings:
@@ -328,8 +326,6 @@ def _deployment(text: str) -> tuple[Deployment, int | None]:
         deployment = Deployment(model=load_model(model), **settings)
         if rank is not None:
             deployment.check_rank(rank)
-    except PlanError as error:
-        refuse(f"{text}: {error}")
     return deployment, rank
 
 

@@ -205,12 +205,12 @@ def refuse(message: str, *, code: int = MISUSED) -> NoReturn:
 
 
 @contextmanager
-def usage(*errors: type[KvstowError]) -> Generator[None]:
+def usage(*errors: type[KvstowError], about: object = None) -> Generator[None]:
     """Ends with 2 on one of these errors: it is about what the user wrote."""
     try:
         yield
     except errors as error:
-        refuse(str(error))
+        refuse(str(error) if about is None else f"{about}: {error}")
 
 
 def say(message: str) -> None:
