@@ -16,9 +16,8 @@ from typing import Any, Literal
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.manifest import fingerprint
-from kvstow.plan.models.catalogue import entries, published, quantisation, repository
-from kvstow.plan.models.config import Config
-from kvstow.plan.models.serving import element, own_cache, own_dtype
+from kvstow.plan.models.catalogue import entries
+from kvstow.plan.models.serving import own_cache
 from kvstow.plan.retention import short_name
 from kvstow.plan.sizing.capacity import (
     bytes_per_token,
@@ -30,7 +29,7 @@ from kvstow.plan.sizing.capacity import (
 )
 from kvstow.plan.sizing.cluster import NO_GPU, SizeQuestion, Sizing, fewest
 from kvstow.plan.sizing.plan import Deployment, Plan
-from kvstow.plan.spec import DType
+from kvstow.plan.sizing.serve import longest, not_served, serve_command
 from kvstow.text import human, plural, table
 
 LENGTHS = (1024, 8192, 32768, 131072)
@@ -192,12 +191,6 @@ def plain(number: Fraction) -> int | float:
 
 # ── kvstow size ───────────────────────────────────────────────────────────────────────
 
-UNSERVED = frozenset(("t5", "mt5", "umt5", "bart", "mbart", "m2m_100", "marian", "pegasus"))
-"""Model types that vLLM does not have."""
-
-FP8_BESIDE = ("Qwen/Qwen3", "zai-org/GLM-4.")
-"""How repositories begin that have one with -FP8 at the end beside them."""
-
 NODE_GPUS = 8
 """GPUs that a node usually has at most."""
 
@@ -228,18 +221,18 @@ class SizeReport:
         """The vLLM command that serves it so; None where none does."""
         if self.split is None or self.question.engine.name == "none" or self._not_served:
             return None
-        return _command(self.question, self.split)
+        return serve_command(self.question, self.split)
 
     @property
     def _not_served(self) -> str:
-        return "" if self.split is None else _not_served(self.question)
+        return "" if self.split is None else not_served(self.question)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was assumed, and what the answer leaves out."""
         question = self.question
         notes, name = question.deployment.on_rank(0).notes, question.config.name
-        limit = _longest(question)
+        limit = longest(question)
         if limit is not None and question.tokens > limit:
             kept = "" if self.command is None else "; the command keeps to that limit"
             notes += (
@@ -528,98 +521,8 @@ def _weights(question: SizeQuestion) -> str:
     )
 
 
-def _command(question: SizeQuestion, sizing: Sizing) -> str:
-    """The vLLM command that serves it so."""
-    split, engine = sizing.deployment, question.engine
-    options: dict[str, object] = {
-        "tensor-parallel-size": split.tp if split.tp > 1 else None,
-        "pipeline-parallel-size": split.pp if split.pp > 1 else None,
-        "data-parallel-size": sizing.dp if sizing.dp > 1 else None,
-        "enable-expert-parallel": "" if sizing.shares_experts else None,
-        "max-model-len": min(question.tokens, _longest(question) or question.tokens),
-        "gpu-memory-utilization": engine.utilization,
-        "kv-cache-dtype": _vllm_dtype(question.config, split.kv_dtype),
-        "quantization": "fp8" if question.weights.dtype == "fp8" else None,
-        "block-size": split.block_tokens,
-        "max-num-batched-tokens": engine.max_batched_tokens,
-        "max-num-seqs": engine.max_num_seqs,
-        "no-async-scheduling": None if engine.async_scheduling else "",
-    }
-    words = [f"--{name} {value}" for name, value in options.items() if value is not None]
-    return " \\\n    ".join((f"vllm serve {_repository(question)}", *map(str.rstrip, words)))
-
-
-def _not_served(question: SizeQuestion) -> str:
-    """Why there is no command: vLLM has no such model or cache, or would load other weights."""
-    dtype, config = question.weights.dtype, question.config
-    model, facts = question.deployment.model, published(config.name)
-    if config.model_type in UNSERVED:
-        return f"vLLM has no {config.model_type}"
-    if _vllm_dtype(config, question.deployment.kv_dtype) == "float32":
-        return "vLLM keeps no float32 cache of such a model"
-    if question.weights.loads is not None:
-        return f"vLLM would load {human(question.weights.loads)} of weights, not those given"
-    if dtype is not None:
-        own = "" if "quantization_config" not in config else "fp8"
-        if own:
-            own = config.inner("quantization_config").text("quant_method", "")
-        elif "weights_bytes" in facts:
-            own = "other"
-        plain_dtype = element(dtype)
-        is_own = not own and plain_dtype is not None and plain_dtype is own_dtype(config)
-        if not is_own and (dtype != "fp8" or own not in ("", "fp8")):
-            return f"vLLM would not load the weights as {dtype}; name a checkpoint that has them so"
-    suffix = quantisation(model) if isinstance(model, str) and "/" not in model else ""
-    is_beside = suffix == "-fp8" and repository(config.name).startswith(FP8_BESIDE)
-    if suffix and not is_beside:
-        return f"where {model} is released is not known; give its whole name, organisation/model"
-    return ""
-
-
-def _longest(question: SizeQuestion) -> int | None:
-    """The most tokens that the model takes, where it says so."""
-    config = question.config
-    context = published(config.name).get("context")
-    key = config.present("max_position_embeddings", "n_positions", "max_target_positions")
-    if context is not None or key is None:
-        return context
-    most = config.count(key)
-    scaling = config.present("rope_scaling", "rope_parameters")
-    if scaling is None:
-        return most
-    inner = config.inner(scaling)
-    kind, factor = inner.facts.get("rope_type", inner.facts.get("type")), inner.facts.get("factor")
-    if not isinstance(factor, int | float) or kind not in ("linear", "dynamic", "yarn"):
-        return most
-    original = inner.count("original_max_position_embeddings", default=most)
-    return int((original if kind == "yarn" else most) * factor)
-
-
-def _repository(question: SizeQuestion) -> str:
-    """Where the model is: its own path, or on the hub, under the name that was typed."""
-    model, canonical = question.deployment.model, question.config.name
-    name = model if isinstance(model, str) else canonical
-    name = name.removesuffix("/config.json")
-    published = "" if "/" in name else repository(name.lower().removesuffix("-fp8"))
-    if not published:
-        return name
-    return f"{published}-FP8" if name.lower().endswith("-fp8") else published
-
-
 def _span(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
-
-
-def _vllm_dtype(config: Config, kv_dtype: str | None) -> str | None:
-    """The cache dtype as vLLM spells it; None for the model's own."""
-    if kv_dtype is None or kv_dtype.lower() == "auto":
-        return None
-    dtype = element(kv_dtype)
-    if dtype is None:
-        return {"int8": "int8_per_token_head"}.get(kv_dtype.lower(), kv_dtype.lower())
-    if dtype is DType.FLOAT32 and own_dtype(config) is dtype:
-        return None
-    return {DType.FLOAT8_E4M3: "fp8", DType.FLOAT8_E5M2: "fp8_e5m2"}.get(dtype, dtype.value)
 
 
 def _split(sizing: Sizing) -> dict[str, Any]:
