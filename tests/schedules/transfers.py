@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from kvstow.errors import OutOfBlocks, TransferError
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.channel.messages import Begun
+from kvstow.transfer.slots import SLOTS
 from kvstow.transfer.tickets.ticket import Ticket
 from schedules.rows import Claim, EngineRows, LedgerRows
 from schedules.truth import Request
@@ -338,10 +339,10 @@ class Transfers:
         return {
             "leases": len(node.agent.server.leases),
             "posts": self._posts_under_way(node),
-            "counters": max(0, endpoint.num_counters_in_use - failed),
+            "counters": max(0, len(endpoint._counters) - len(endpoint._spare_counters) - failed),
             "pulls": len(node.agent.pulls.running),
             "quarantine": node.agent.quarantine.rows,
-            "stage slots": max(0, endpoint.num_slots_in_use - failed),
+            "stage slots": max(0, SLOTS - endpoint.stage.num_free - failed),
             "engines": len(self.world.fabric.members) - len(self.world.nodes),
             "mappings of dead processes": sum(memory.is_gone for memory in self.world.mapped),
         }

@@ -99,11 +99,13 @@ class Counters:
     def give_counters(self, memory):
         self.taken -= 1
 
-    def post(self, operation, engine, kinds, copies, ended):
+    def post(self, operation, engine, kinds, copies):
         if self.is_gone:
             raise TransferError("gone", kind="peer")
-        self.drop = ended
         return self
+
+    def after(self, ended):
+        self.drop = ended
 
     def start(self):
         self.started += 1

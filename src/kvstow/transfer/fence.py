@@ -102,16 +102,13 @@ class CounterRead:
     def __init__(self, endpoint: "Endpoint", card: "Card", blocks: Mapping[int, Blocks]) -> None:
         self._ranges = ranges = counter_ranges(card.tables, blocks)
         self._memory = memory = endpoint.take_counters(ranges.num_counters)
-
-        def give_back() -> None:
-            endpoint.give_counters(memory)
-
         copies = ranges.copies.moved(0, memory.ctypes.data)
         try:
-            self._flight = endpoint.post("read", card.engine, Kinds(), copies, give_back)
+            self._flight = endpoint.post("read", card.engine, Kinds(), copies)
         except TransferError:
-            give_back()
+            endpoint.give_counters(memory)
             raise
+        self._flight.after(lambda: endpoint.give_counters(memory))
 
     def generations(self) -> Routine[dict[int, Ints]]:
         """Read; the counters of the blocks, per group. Raises TransferError."""

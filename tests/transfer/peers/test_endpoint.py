@@ -51,7 +51,8 @@ def test_a_post_under_way_when_its_engine_is_closed_is_quiet_and_has_not_arrived
     fabric.cut(endpoint.transport.name, card.engine)
     copies = Copies.one(card.base, endpoint.card.base, 64)
     done: list[bool] = []
-    flight = endpoint.post("read", card.engine, Kinds(), copies, lambda: done.append(True))
+    flight = endpoint.post("read", card.engine, Kinds(), copies)
+    flight.after(lambda: done.append(True))
     flight.start()
     assert not flight.poll()
     assert not flight.is_quiet

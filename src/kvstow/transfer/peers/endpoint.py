@@ -208,11 +208,6 @@ class Endpoint:
             Region(self.stage.arena.address, self.stage.arena.nbytes),
         ]
 
-    @property
-    def num_slots_in_use(self) -> int:
-        """Slots that something is read into or written from."""
-        return SLOTS - self.stage.num_free
-
     def _card(self, transport: Transport) -> Card:
         for g, table in enumerate(self.owner.generations):
             if table.dtype != np.int64 or len(table) != self.layout.num_blocks(g):
@@ -284,16 +279,9 @@ class Endpoint:
             with suppress(TransferError):
                 flight.poll()
 
-    def post(
-        self,
-        direction: Direction,
-        peer: str,
-        kinds: Kinds,
-        copies: Copies,
-        then: Callable[[], None] = lambda: None,
-    ) -> Flight:
+    def post(self, direction: Direction, peer: str, kinds: Kinds, copies: Copies) -> Flight:
         """Copies between addresses, ready to be started. Raises TransferError."""
-        return Flight(self, peer, self.transport.prepare(direction, peer, kinds, copies), then)
+        return Flight(self, peer, self.transport.prepare(direction, peer, kinds, copies))
 
     def kinds(self, card: Card) -> Kinds:
         """Kinds of memory between our arena and theirs."""
@@ -319,10 +307,6 @@ class Endpoint:
     def give_counters(self, memory: Ints) -> None:
         """Nothing writes to it any more."""
         self._spare_counters.append(memory)
-
-    @property
-    def num_counters_in_use(self) -> int:
-        return len(self._counters) - len(self._spare_counters)
 
     def generations(self, blocks: Mapping[int, Blocks]) -> dict[int, Ints]:
         """The counters of these blocks, now."""

@@ -31,17 +31,15 @@ STALLED_SECONDS = 8 * CHUNK_SECONDS
 
 
 class Flight:
-    """A post of ours, from its start until its memory is quiet. `then` is called at that time."""
+    """A post of ours, from its start until its memory is quiet."""
 
-    def __init__(
-        self, endpoint: "Endpoint", peer: str, post: Post, then: Callable[[], None]
-    ) -> None:
+    def __init__(self, endpoint: "Endpoint", peer: str, post: Post) -> None:
         self.peer = peer
         self.is_quiet = False
         self._endpoint = endpoint
         self._post: Post | None = post
         self.failed_at: float | None = None
-        self._then = [then]
+        self._then: list[Callable[[], None]] = []
         self._error: TransferError | None = None
 
     def start(self) -> None:
@@ -85,7 +83,7 @@ class Flight:
             self._error, self.failed_at = error, self._endpoint.clock()
 
     def after(self, call: Callable[[], None]) -> None:
-        """Also call this when the memory is quiet, which it is not yet."""
+        """Call this when the memory is quiet, which it is not yet."""
         self._then.append(call)
 
     def drop(self) -> None:
