@@ -457,8 +457,8 @@ class Handover:
 
 
 class OtherPrompt(TransferError):
-    """Tickets of another prompt. A call with a list of prompts becomes one request per prompt, and
-    all of them carry the tickets of one: whose they are may still come."""
+    """Tickets of another prompt, which may be longer. A call with a list of prompts becomes one
+    request per prompt, and all of them carry the tickets of one: whose they are may still come."""
 
 
 def handover_in(request: EngineRequest) -> Handover | None:
@@ -498,9 +498,11 @@ def _check_prompt(request: EngineRequest, carried: _Carried) -> None:
     if not request.shareable:
         raise _refused("the request has inputs that tickets cannot name, such as embeddings")
     if not 1 <= carried.num_tokens <= len(request.tokens):
-        raise _refused(
-            f"tickets cover {carried.num_tokens} tokens, the request has {len(request.tokens)}"
-        )
+        why = f"tickets cover {carried.num_tokens} tokens, the request has {len(request.tokens)}"
+        is_rejected = list(request.tokens[:2]) == [0]  # vLLM's, in place of the prompt
+        if carried.num_tokens < 1 or is_rejected:
+            raise _refused(why)
+        raise OtherPrompt(why, kind="ticket")
     if prompt_digest(request, carried.num_tokens) != carried.prompt:
         raise OtherPrompt(
             f"the request's first {carried.num_tokens} tokens are not those of the tickets\n\n"

@@ -326,13 +326,14 @@ def test_tickets_are_dropped_with_the_last_request_that_carries_them():
     assert len(decode.take_step(computes=True).drops) == 1
 
 
+@pytest.mark.parametrize("prompt", [[7, *PROMPT], [7, 7, 7], PROMPT[:4], [5]])
 @pytest.mark.parametrize("order", [("other", "d"), ("d", "other")])
 def test_another_prompt_of_the_same_call_leaves_the_tickets_to_whom_they_are_for(
-    order: tuple[str, str],
+    order: tuple[str, str], prompt: list[int]
 ):
     decode, params = side(), offered(side())
     for id in order:
-        decode.arrived(asked(id, PROMPT if id == "d" else [7, *PROMPT], params=params))
+        decode.arrived(asked(id, PROMPT if id == "d" else prompt, params=params))
         assert decode.take_step(computes=True).drops == []
     assert decode.matched("other", 0) == 0
     assert decode.matched("d", 0) == 9
