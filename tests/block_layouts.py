@@ -46,10 +46,10 @@ def packed_layout(layers: tuple[LayerSpec, ...], num_slabs: int) -> Layout:
 def layouts() -> dict[str, Layout]:
     """Layouts by name, of every kind of sharing."""
     alone = packed_layout(ALONE, 12)
-    in_threes = tuple(replace(rows, rows_per_slab=3) for rows in alone.groups)
+    in_pairs = tuple(replace(rows, rows_per_slab=2) for rows in alone.groups)
     return {
         "alone": alone,
-        "alone in threes": replace(alone, num_slabs=4, groups=in_threes),
+        "alone in pairs": replace(alone, num_slabs=6, groups=in_pairs),
         "hybrid": packed_layout(HYBRID, 9),
         "recurrent": packed_layout(RECURRENT, 6),
         "mixed": packed_layout(MIXED, 9),

@@ -1,5 +1,7 @@
 """Slabs: who loses one, and slabs as letters, against a pool that is asked row by row."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from block_layouts import (
     packed_layout,
     rows_per_slab,
 )
+from kvstow.blocks.placement import Kind, RowDemand
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.slabs import MAX_LETTERS
 from kvstow.errors import OutOfBlocks
@@ -100,12 +103,14 @@ def test_a_slab_whose_cached_rows_are_held_again_is_not_idle() -> None:
         pool.hold(1, 1)
 
 
+@pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
-def test_the_books_balance_while_rows_are_cached_and_held_again(name: str) -> None:
+def test_the_books_balance_while_rows_are_cached_and_held_again(name: str, kind: Kind) -> None:
     pool = Pool(LAYOUTS[name])
     for g in range(len(pool.layout.groups)):
         free = pool.num_free(g)
-        ids = pool.hold(g, min(3, free))
+        (ids,) = pool.hold_all([RowDemand(g, min(3, free), kind)])
+        pool.check()
         pool.keep(g, ids)
         for change in (pool.release, pool.share, pool.share, pool.release, pool.release):
             change(g, ids)
@@ -118,3 +123,13 @@ def test_the_books_balance_while_rows_are_cached_and_held_again(name: str) -> No
         pool.release(g, ids[:1])
         pool.check()
         assert (pool.num_cached(g), pool.num_free(g)) == (0, free)
+
+
+def test_tickets_for_rows_in_a_slab_that_another_group_gets_are_worthless() -> None:
+    pool = Pool(packed_layout(RECURRENT, 3))
+    first, second = pool.hold(0, rows_per_slab(pool, 0)), pool.hold(0, 1)
+    before = pool.generations[0].copy()
+    pool.release(0, first)
+    pool.hold(1, 1)
+    assert (pool.generations[0][first] > before[first]).all()
+    assert (pool.generations[0][second] == before[second]).all()
