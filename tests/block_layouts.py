@@ -51,6 +51,7 @@ def layouts() -> dict[str, Layout]:
         "alone": alone,
         "alone in pairs": replace(alone, num_slabs=6, groups=in_pairs),
         "hybrid": packed_layout(HYBRID, 9),
+        "two to one": packed_layout(HYBRID[:3], 6),
         "recurrent": packed_layout(RECURRENT, 6),
         "mixed": packed_layout(MIXED, 9),
         "windows": packed_layout(WINDOWS, 9),
