@@ -15,7 +15,7 @@ from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.transfer.channel.messages import Sample, TellDigest
-from kvstow.transfer.pull import check_still_ours, compare_digests, meet, written_rows
+from kvstow.transfer.pull import check_still_ours, compare_digests, meet, meet_all, written_rows
 from kvstow.transfer.tickets.ticket import KEY_BYTES, Ticket
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, attention, hybrid_layout, rows_for
@@ -268,6 +268,16 @@ def test_a_ticket_that_its_agent_has_not_written_for_its_rows_is_refused(
     with pytest.raises(TransferError, match=what) as error:
         run(meet(offer))  # type: ignore
     assert error.value.kind == "ticket"
+
+
+def test_nothing_begins_while_our_engine_is_about_to_be_replaced():
+    offer, endpoint = Offer(), SimpleNamespace(is_draining=True)
+    meeting = meet_all(endpoint, [offer])  # type: ignore
+    assert next(meeting, "met") != "met"
+    endpoint.is_draining, offer.peer.state = False, "lost"
+    assert next(meeting, "met") != "met"
+    offer.peer.state = "ready"
+    assert next(meeting, "met") == "met"
 
 
 PARTS = [Sample(("layers.0",), None, 0, 4, 1, 0), Sample(("layers.1",), None, 4, 8, 1, 0)]
