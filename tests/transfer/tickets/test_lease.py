@@ -207,3 +207,16 @@ def test_leases_are_those_that_run():
     assert 2 not in leases
     leases.end(1, "withdrawn")
     assert 1 not in leases
+
+
+def test_who_gives_up_before_the_lease_is_known_counts_when_it_is(monkeypatch):
+    monkeypatch.setattr("kvstow.transfer.tickets.lease.MAX_REMEMBERED", 2)
+    leases = Leases()
+    for id in (1, 2, 2, 3):
+        leases.give_up(id, "a")
+    assert made(leases, 1) == []  # forgotten: more is not remembered
+    assert made(leases, 2, readers=3) == []
+    leases.give_up(2, "b")
+    assert 2 not in leases
+    assert made(leases, 3) == ["aborted"]
+    assert made(leases, 3, now=20) == []

@@ -89,7 +89,7 @@ def test_a_ticket_that_is_shown_before_it_is_adopted_is_waited_for(agent, pool, 
         into = {g: Blocks.first(rows.hold(g, 2)) for g in range(len(LAYOUT.groups))}
         with pytest.raises(TransferError, match="not given out here"):
             reader.pull(ticket, into=into).wait(20)
-        assert not agent.server.servings
+        wait_for(lambda: not agent.server.servings)
         transfer = reader.pull(ticket, into=into)
         wait_for(lambda: agent.server.servings)
         assert not transfer.done

@@ -59,6 +59,8 @@ class Leases:
         self._running: dict[int, Lease] = {}
         self._heap: list[tuple[float, int]] = []
         self._ended: OrderedDict[int, EndReason] = OrderedDict()
+        self._given_up: OrderedDict[int, int] = OrderedDict()
+        """Readers of leases that are not known yet who will not come."""
 
     def __len__(self) -> int:
         return len(self._running)
@@ -76,6 +78,8 @@ class Leases:
         self._ended.pop(lease.id, None)
         self._running[lease.id] = lease
         heapq.heappush(self._heap, (lease.deadline, lease.id))
+        for _ in range(self._given_up.pop(lease.id, 0)):
+            self.give_up(lease.id, None)
 
     def is_early(self, id: int) -> bool:
         """Whether it is not known yet: it may be granted later."""
@@ -123,7 +127,11 @@ class Leases:
 
     def give_up(self, id: int, reader: Hashable) -> None:
         """A reader will not come, or not again. Where none is left to come, the lease ends; its
-        siblings go on."""
+        siblings go on. That may be heard before the lease is."""
+        if self.is_early(id):
+            self._given_up[id] = self._given_up.get(id, 0) + 1
+            if len(self._given_up) > MAX_REMEMBERED:
+                self._given_up.popitem(last=False)
         lease = self._running.get(id)
         if lease is None:
             return

@@ -32,3 +32,14 @@ def test_tasks_end_where_they_are_and_may_learn_why():
     tasks.begin(counting(2, seen))
     tasks.end(RuntimeError("over"))
     assert (len(tasks), seen) == (0, [0, GeneratorExit, 0, RuntimeError])
+
+
+def test_a_task_that_does_not_care_why_it_ends_keeps_no_other_from_ending():
+    def waiting() -> Task:
+        yield
+
+    tasks, seen = Tasks(), list[object]()
+    tasks.begin(waiting())
+    tasks.begin(counting(2, seen))
+    tasks.end(RuntimeError("over"))
+    assert (len(tasks), seen) == (0, [0, RuntimeError])

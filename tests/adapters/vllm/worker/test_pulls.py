@@ -13,8 +13,16 @@ from threading import Event
 import pytest
 import torch
 
+from kvstow.adapters.vllm.mail import Inbox
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import StepResults
+from kvstow.adapters.vllm.protocol import (
+    EarlyAnswer,
+    EarlyPull,
+    EngineRequest,
+    PullBlocks,
+    StepResults,
+    handover_in,
+)
 from kvstow.adapters.vllm.worker import pulls
 from kvstow.transfer import serve
 from kvstow.transfer.pulls import Transfer
@@ -180,3 +188,36 @@ def test_what_tests_with_servers_break_is_still_where_they_break_it(
         module, _, function = name.partition(".")
         getattr(importlib.import_module(module), function)()
         assert getattr(owner, part) is not before
+
+
+@pytest.mark.parametrize(("is_met", "outcome"), [(True, "failed"), (False, "declined")])
+def test_an_answer_waits_while_its_inbox_is_full(is_met: bool, outcome: str):
+    fabric = Fabric()
+    prefill, decode = (
+        Engine.start(fabric, name, WRITES, "BLHNC") for name in ("prefill", "decode")
+    )
+    prefill.fill(1)
+    params = prefill.prefill(THERE)
+    prefill.step()
+    handover = handover_in(EngineRequest(id="d", tokens=[*PROMPT, 99], params=params))
+    assert handover is not None
+    pull = PullBlocks(
+        request="d",
+        tickets=() if is_met else handover.tickets,  # without a ticket every pull fails
+        ids=HERE,
+        start_token=0,
+        num_tokens=len(PROMPT),
+    )
+    inbox = Inbox()
+    while inbox.address.send("other mail"):
+        pass
+    decode.hands.pulls.hear(EarlyPull(number=7, pull=pull, answer_to=inbox.address))
+    assert len(decode.hands.pulls) == 1
+    while inbox.receive(0) is not None:
+        pass
+    decode.step()
+    assert inbox.receive(5) == EarlyAnswer(7, outcome)
+    assert len(decode.hands.pulls) == 0
+    inbox.close()
+    prefill.hands.close()
+    decode.hands.close()

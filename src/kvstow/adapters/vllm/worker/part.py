@@ -50,9 +50,10 @@ class Tasks:
 
     def end(self, error: Exception | None = None) -> None:
         """End all where they are, by that error for those that want to know of one."""
+        ending = error or GeneratorExit()
         for task in self._running:
-            with suppress(StopIteration, GeneratorExit):
-                task.throw(error or GeneratorExit())
+            with suppress(StopIteration, type(ending)):
+                task.throw(ending)
         self._running = []
 
 

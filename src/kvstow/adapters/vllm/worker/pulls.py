@@ -78,13 +78,12 @@ class RankPulls(RankPart):
     def hear(self, early: EarlyPull) -> None:
         """Pull at once, between two steps, and answer when that is over."""
 
-        def answer(outcome: EarlyOutcome) -> None:
-            early.answer_to.send(EarlyAnswer(early.number, outcome))
+        def answer(outcome: EarlyOutcome) -> Task:
+            while not early.answer_to.send(EarlyAnswer(early.number, outcome)):
+                yield  # its inbox is full
 
-        if all(self._agent.maps(ticket) for ticket in early.pull.tickets):
-            self._tasks.begin(self._run(early.pull, answer))
-        else:
-            answer("declined")
+        is_mapped = all(self._agent.maps(ticket) for ticket in early.pull.tickets)
+        self._tasks.begin(self._run(early.pull, answer) if is_mapped else answer("declined"))
 
     def report(self, results: StepResults) -> None:
         """What has become of the pulls since the last time."""
@@ -111,12 +110,13 @@ class RankPulls(RankPart):
 
     # ── one pull ──────────────────────────────────────────────────────────────────
 
-    def _report(self, request: str, outcome: EarlyOutcome) -> None:
+    def _report(self, request: str, outcome: EarlyOutcome) -> Task:
         self._results.received.add(request)
         if outcome == "failed":
             self._results.failed.add(request)
+        yield from ()
 
-    def _run(self, pull: PullBlocks, report: Callable[[EarlyOutcome], None]) -> Task:
+    def _run(self, pull: PullBlocks, report: Callable[[EarlyOutcome], Task]) -> Task:
         """A pull from its order to its end."""
         outcome: EarlyOutcome = "failed"
         try:
@@ -132,7 +132,7 @@ class RankPulls(RankPart):
             outcome = "accepted"
         except Exception as error:  # whoever waits for it is told in any case
             self._fail(pull, error)
-        report(outcome)
+        yield from report(outcome)
 
     def _until_steps_are_over(self) -> Task:
         """What the engine has given the device by now may write to the blocks, too."""
