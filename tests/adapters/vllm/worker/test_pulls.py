@@ -17,6 +17,7 @@ from kvstow.adapters.vllm.mail import Inbox
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     EarlyAnswer,
+    EarlyOutcome,
     EarlyPull,
     EngineRequest,
     PullBlocks,
@@ -191,7 +192,7 @@ def test_what_tests_with_servers_break_is_still_where_they_break_it(
 
 
 @pytest.mark.parametrize(("is_met", "outcome"), [(True, "failed"), (False, "declined")])
-def test_an_answer_waits_while_its_inbox_is_full(is_met: bool, outcome: str):
+def test_an_answer_waits_while_its_inbox_is_full(is_met: bool, outcome: EarlyOutcome):
     fabric = Fabric()
     prefill, decode = (
         Engine.start(fabric, name, WRITES, "BLHNC") for name in ("prefill", "decode")
