@@ -15,7 +15,14 @@ from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.transfer.channel.messages import Sample, TellDigest
-from kvstow.transfer.pull import check_still_ours, compare_digests, meet, meet_all, written_rows
+from kvstow.transfer.pull import (
+    check_still_ours,
+    compare_digests,
+    meet,
+    meet_all,
+    ready_counts,
+    written_rows,
+)
 from kvstow.transfer.tickets.ticket import KEY_BYTES, Ticket
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, attention, hybrid_layout, rows_for
@@ -108,6 +115,8 @@ def test_what_happened_is_counted_and_told(pair):
     producer.fill(source)
     ticket = producer.offer(source, TOKENS)
     stats = consumer.pull([ticket], target, direction="read")
+    named = Ticket.parse(ticket)
+    wait_for(lambda: not consumer.agent.peers.at(named.address, named.key).readers)
     refused = consumer.pull([ticket], target, direction="read")
     assert refused["kind"] == "used"
     assert consumer.metric("kvstow_transfers_total", outcome="accepted") == 1
@@ -204,6 +213,7 @@ class Offer:
         ).signed(self.key)
         self.route: Any = "a route"
         self.mapped: Any = None
+        self.claims = None
         self.answer: tuple[int, ...] = ()
         self.mailbox = SimpleNamespace(wait=self.wait)
 
@@ -302,9 +312,22 @@ def test_digests_are_compared_with_the_sum_of_what_all_sources_have():
         compared((11, 22), [(10, 20)], *offers)
 
 
+def test_only_mapped_sources_that_bring_something_are_counted_here():
+    into = {0: Blocks.first([3, 4])}
+    endpoint: Any = SimpleNamespace(arena="ours", layout=SimpleNamespace(row_bytes=lambda g: 1))
+    order: Any = SimpleNamespace(into=into, digest="always")
+    brings, brings_nothing, tells = Offer(), Offer(), Offer()
+    brings.mapped = brings_nothing.mapped = SimpleNamespace(arena="theirs")
+    brings_nothing.route = None
+    offers: Any = brings, brings_nothing, tells
+    counts: list[Any] = []
+    run(ready_counts(endpoint, order, offers, tuple(PARTS), counts))
+    assert len(counts) == 2
+
+
 def test_rows_that_were_given_to_others_meanwhile_are_not_accepted():
     into = {0: Blocks.first([3, 4])}
-    order: Any = SimpleNamespace(into=into, generations={0: np.array([7, 8])})
+    order: Any = SimpleNamespace(written=into, generations={0: np.array([7, 8])})
     for now in ([7, 8], [7, 9]):
         endpoint: Any = SimpleNamespace(generations=lambda blocks, now=now: {0: np.array(now)})
         if now == [7, 8]:
