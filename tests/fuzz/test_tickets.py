@@ -43,7 +43,7 @@ def read(data: bytes) -> str:
         assert all(number >= 0 for number in (*index, *blocks.ids.tolist()))
         assert len(index) == len(blocks.ids) == len(found.generations[group])
     again = Ticket.parse(str(found))
-    assert (again.body, again.digest) == (found.body, found.digest)
+    assert (again.body, again.signature) == (found.body, found.signature)
     assert again.num_blocks == found.num_blocks
     return "accepted"
 
