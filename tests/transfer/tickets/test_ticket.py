@@ -12,11 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.errors import TransferError
+from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.tickets.ticket import (
     PREFIX,
     Ticket,
     check_blocks,
+    check_request,
+    check_states,
     packed_ints,
     unpacked_ints,
 )
@@ -261,3 +264,35 @@ def test_blocks_are_of_groups_that_the_layout_has_and_among_their_rows():
             assert error.value.kind == "ticket"
     with pytest.raises(TransferError, match="blocks are list, not by group"):
         check_blocks(layout, [1, 2], whose="ours")
+
+
+def test_a_request_is_for_tokens_that_every_ticket_of_it_has():
+    layout, ticket = hybrid_layout(), one()
+
+    def checked(*tickets: Ticket, start: int = 0, tokens: int | None = None) -> int:
+        return check_request(layout, tickets, (0,), start, tokens, b"")
+
+    assert checked(ticket, ticket) == checked(ticket, tokens=48, start=47) == 48
+    assert checked(ticket, tokens=20) == 20
+    for tickets, start, tokens, words in (
+        ((), 0, None, "at least one ticket"),
+        ((ticket, replace(ticket, num_tokens=47)), 0, None, r"\[47, 48\] tokens are not of one"),
+        ((ticket,), 0, 49, "49 tokens were requested, the ticket is for 48"),
+        ((ticket,), 48, None, r"\[48, 48\) are none"),
+        ((ticket,), -1, None, "are none"),
+        ((replace(ticket, identity=bytes(32)),), 0, None, "of computation 0000"),
+    ):
+        with pytest.raises(TransferError, match=words):
+            checked(*tickets, start=start, tokens=tokens)
+
+
+def test_a_recurrent_state_is_had_of_all_tokens_or_not_at_all():
+    layout = hybrid_layout()
+    (state,) = (
+        g for g, rows in enumerate(layout.groups) if isinstance(rows.group.retention, State)
+    )
+    others = [g for g in range(len(layout.groups)) if g != state]
+    check_states(layout, (state,), 48, 48)
+    check_states(layout, others, 47, 48)
+    with pytest.raises(TransferError, match="that after 48 tokens, not after 47"):
+        check_states(layout, (*others, state), 47, 48)
