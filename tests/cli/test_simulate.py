@@ -113,8 +113,11 @@ def test_a_request_too_long_for_the_arena_is_answered_with_what_helps(tmp_path: 
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, [TraceRequest(arrival=0.0, prompt_tokens=10**6, output_tokens=1)])
     result = invoke("simulate", "llama-3.1-8b", "--memory", "1GiB", "--trace", str(trace))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "release a request" not in result.stderr
+    assert "a request of 1,000,001 tokens does not fit into an empty pool of 1 GiB" in (
+        result.stderr
+    )
     assert "hint: " in result.stderr
 
 
@@ -123,5 +126,8 @@ def test_where_more_requests_arrive_than_are_served_it_says_how_many_are() -> No
     shown = " ".join(invoke(*shape).stdout.split())
     rate = re.search(r"keeps up with about ([0-9.]+) per second", shown)[1]
     assert float(rate) < 4
+    notes = " ".join(document(*shape)["notes"])
+    assert f"keeps up with about {rate} per second" in notes
+    assert "rates are assumed" in notes
     slower = invoke(*shape, "--rate", str(float(rate) / 2)).stdout
     assert "keeps up" not in slower

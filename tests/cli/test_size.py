@@ -93,6 +93,15 @@ def test_of_equally_many_gpus_those_with_the_most_requests_come_first():
     assert "--enable-expert-parallel" in document["command"]
 
 
+def test_where_only_pipeline_stages_do_it_says_what_they_cost_and_what_does_without():
+    document = size("deepseek-v3", "--gpu", "h200", "--requests", "400")
+    assert document["pp"] > 1
+    assert "stages wait for one another, so each token takes longer." in document["answer"]
+    plain = next(each for each in document["clusters"] if each["pp"] == 1)
+    assert f"Without them {plain['gpus']} × h200 (tp {plain['tp']}" in document["answer"]
+    assert "stages" not in size("llama-3.1-8b", "--gpu", "h200", "--requests", "9")["answer"]
+
+
 def test_the_size_of_the_cache_depends_on_neither_replicas_nor_what_requests_share():
     arguments = ("llama-3.1-8b", "--gpu", "h100")
     usual = size(*arguments)
@@ -179,6 +188,7 @@ def test_answers_fit_80_columns(arguments):
         (["gpt4"], 2, ["gpt-oss-20b"]),
         (["llama-3.1-8b", "--gpu", "h10"], 2, ["'h10'", "h100", "hint:"]),
         (["llama-3.1-8b", "--gpu", "80"], 2, ["80 bytes", "'80'", "hint:", "80GiB"]),
+        (["llama-3.1-8b", "--gpu", "3090"], 2, ["3,090 bytes", "did you mean rtx-3090?"]),
         (["llama-3.1-8b", "--gpu", "h100", "--kv-dtype", "fp8,bf16"], 2, ["fp8,bf16", "hint:"]),
         (["llama-3.1-8b", "--requests", "4", "--kv-dtype", "fp8,bf16"], 2, ["fp8,bf16", "hint:"]),
         (["llama-3.1-8b", "--kv-dtype", "fp9"], 2, ["fp9", "hint:"]),

@@ -38,7 +38,7 @@ def test_a_pool_too_small_for_all_preempts_and_still_completes() -> None:
 
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     with pytest.raises(
-        TraceError, match="a request of 1001 tokens does not fit into an empty pool"
+        TraceError, match="a request of 1,001 tokens does not fit into an empty pool"
     ):
         Replay(packed_layout(HYBRID, 9), [TraceRequest(0.0, 1000, 1)], Pace())
 

@@ -15,7 +15,7 @@ from kvstow.cli.output import (
     usage,
     write_file,
 )
-from kvstow.errors import TraceError
+from kvstow.errors import PlanError, TraceError
 from kvstow.plan.sizing.plan import Deployment, Plan
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ def simulate(
     is_synthetic = trace in MIXES
     replayed = _trace(trace, requests=requests, rate=rate, seed=seed)
     policies: tuple[Policy, ...] = ("slab",) if policy == "slab" else ("slab", policy)
-    replays = {name: _replay(name, plan, replayed, pace, seconds) for name in policies}
+    with usage(PlanError, TraceError):
+        replays = {name: _replay(name, plan, replayed, pace, seconds) for name in policies}
     report = SimulationReport(
         model=plan.model,
         trace=trace,

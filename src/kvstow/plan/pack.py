@@ -241,9 +241,9 @@ class ArenaSize:
         if count < 1 + NULL_SLABS:
             least = (1 + NULL_SLABS) * slab_bytes + reserved
             raise PlanError(
-                f"a budget of {self.budget} bytes holds {max(0, count)} slabs of {slab_bytes}; "
+                f"a budget of {self.budget:,} bytes holds {max(0, count)} slabs of {slab_bytes:,}; "
                 f"at least {1 + NULL_SLABS} are needed (one is the null slab)\n\n"
-                f"hint: give at least {least} bytes"
+                f"hint: give at least {least:,} bytes"
             )
         return count
 

@@ -32,6 +32,7 @@ from kvstow.plan.pack import ANYWHERE, Site, packed_as
 from kvstow.plan.retention import Encoder, State
 from kvstow.plan.view import ceil_div
 from kvstow.simulate.trace import TraceRequest, output_of, prompt_of
+from kvstow.text import human
 
 # ── layouts ─────────────────────────────────────────────────────────────────────────────
 
@@ -247,8 +248,8 @@ class Replay:
         except OutOfBlocks as error:
             why = str(error).partition("\n")[0]
             raise TraceError(
-                f"a request of {longest.num_tokens} tokens does not fit into an empty pool of "
-                f"{self.layout.nbytes} bytes: {why}\n\n"
+                f"a request of {longest.num_tokens:,} tokens does not fit into an empty pool of "
+                f"{human(self.layout.nbytes)}: {why}\n\n"
                 "hint: plan more memory, or take the request out of the trace"
             ) from error
 

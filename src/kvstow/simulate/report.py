@@ -12,7 +12,7 @@ from kvstow.text import human, plural, table
 MOST_WAITING = 0.2
 """The part of the time in which requests may wait before they are more than can be served."""
 
-ASSUMED = " These rates are assumed: give those of your engine."
+ASSUMED = "These rates are assumed: give those of your engine."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +82,24 @@ class SimulationReport:
             "model": self.model,
             "trace": self.trace,
             "requests": self.num_requests,
+            "pace": str(self.pace),
             "policies": {name: report.as_json() for name, report in self.policies.items()},
+            "notes": list(self.notes),
         }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is assumed, and that more requests arrive than are served."""
+        assumed = ASSUMED if self.pace == Pace() else ""
+        return tuple(filter(None, (assumed, self._overload())))
 
     def __str__(self) -> str:
         when = "all at once" if self.rate == float("inf") else f"{self.rate:.3g} per second"
         head = f"{self.model}: {plural(self.num_requests, 'request')} of {self.trace}, {when}"
-        pace = f"{self.pace}{ASSUMED if self.pace == Pace() else ''}"
         figures = table(("", *self.policies), self.lines())
-        return "\n".join([head, "", figures, "", *wrap(pace, 80), *wrap(self._overload(), 80)])
+        return "\n".join(
+            [head, "", figures, "", *wrap(" ".join((str(self.pace), *self.notes)), 80)]
+        )
 
     def _overload(self) -> str:
         """How many requests per second the first policy keeps up with, where more arrive."""

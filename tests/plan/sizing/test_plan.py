@@ -88,7 +88,7 @@ def test_without_a_size_sixteen_gib_are_planned_for():
     ("change", "kind", "words"),
     [
         ({"memory": "20 gigs"}, PlanError, "'20 gigs' is not a size"),
-        ({"memory": "1KiB"}, PlanError, "a budget of 1024 bytes holds 0 slabs"),
+        ({"memory": "1KiB"}, PlanError, "a budget of 1,024 bytes holds 0 slabs"),
         ({"memory": 1 << 30, "num_slabs": 4}, PlanError, "memory 1073741824 and num_slabs 4"),
         ({"num_slabs": 10**27}, PlanError, "number of slabs is 10{27}"),
         ({"block_tokens": 10**18}, PlanError, "block_tokens is 10{18}"),

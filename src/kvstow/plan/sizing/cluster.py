@@ -109,9 +109,11 @@ class Gpu:
             )
         nbytes = parse_size(text)
         if nbytes < LEAST_BYTES:
+            called = f"rtx-{text.strip()}"
             raise PlanError(
-                f"a GPU of {text!r} has {nbytes:,} bytes, fewer than {LEAST_BYTES:,}\n\n"
-                "hint: give the unit too, such as 80GiB"
+                f"a GPU of {text!r} has {nbytes:,} bytes, fewer than {LEAST_BYTES:,}\n\nhint: "
+                + (f"did you mean {called}? Else " if called in GPUS else "")
+                + "give the unit too, such as 80GiB"
             )
         return Gpu(text.strip(), nbytes)
 

@@ -417,6 +417,11 @@ def _cluster(question: SizeQuestion) -> SizeReport:
         f"{_gpus(question, best)} {'is' if best.num_gpus == 1 else 'are'} the fewest for {load} "
         f"at once; {best.max_requests:,} would fit."
     )
+    if best.deployment.pp > 1:
+        answer += " Its pipeline stages wait for one another, so each token takes longer."
+        plain = next((each for each in splits if each.deployment.pp == 1), None)
+        if plain is not None:
+            answer += f" Without them {_gpus(question, plain)} would do."
     if splits[0].max_requests > best.max_requests:
         answer += (
             f" With pipeline stages {_gpus(question, splits[0])} would fit "
