@@ -163,7 +163,7 @@ def test_a_load_says_why_at_debug_level(tmp_path: Path, caplog: pytest.LogCaptur
 
 def noted(path: Path, what: str) -> list[Any]:
     lines = (path / FILE).read_text().splitlines()
-    return [record[what] for line in lines if line and "secret" not in (record := json.loads(line))]
+    return [json.loads(line)[what] for line in lines if line]
 
 
 def test_no_tokens_are_kept_unless_the_user_wants_them(tmp_path: Path):
@@ -215,7 +215,7 @@ def test_a_journal_is_bounded_and_forgets_the_oldest_prompts(
         Journal(tmp_path).note(prompt, IDENTITY, 4)
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 3 * 4096
     recorded = [bool(Journal(tmp_path).alike(prompt)) for prompt in prompts]
-    assert recorded[-4:] == [True] * 4  # in both files, under one secret
+    assert recorded[-4:] == [True] * 4  # in both files
     assert not all(recorded)
 
 
@@ -229,15 +229,13 @@ def test_several_processes_make_one_journal(tmp_path: Path):
     assert len(Journal(tmp_path).alike(Prompt.of(TOKENS))) == 40
 
 
-@pytest.mark.parametrize("line", [b"", b'{"secr', b"\0" * 50])
-def test_a_first_line_that_was_torn_leaves_a_journal_that_can_be_written(
-    tmp_path: Path, line: bytes
-):
+@pytest.mark.parametrize("torn", [b"", b"\n", b'\n{"at": 1', b"\0" * 50, b"something else" * 100])
+def test_a_line_that_was_torn_harms_none_after_it(tmp_path: Path, torn: bytes):
     (tmp_path / FILE).touch(0o600)
-    (tmp_path / FILE).write_bytes(line)
+    (tmp_path / FILE).write_bytes(torn)
     assert Journal(tmp_path).alike(Prompt.of(TOKENS)) == []
-    Journal(tmp_path).note(Prompt.of(TOKENS), IDENTITY, 4)
-    Journal(tmp_path).note(Prompt.of(TOKENS), IDENTITY, 4)
+    for _ in range(2):
+        Journal(tmp_path).note(Prompt.of(TOKENS), IDENTITY, 4)
     assert len(Journal(tmp_path).alike(Prompt.of(TOKENS))) == 2
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
@@ -255,12 +253,11 @@ def test_a_journal_that_cannot_be_written_harms_no_store(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     with opened(tmp_path) as store:
-        (tmp_path / FILE).write_bytes(b"something else" * 100)
-        (tmp_path / FILE).chmod(0o600)
+        (tmp_path / FILE).mkdir()
         saved(store, TOKENS)
         saved(store, TOKENS)
         assert store.stored_tokens(Prompt.of(TOKENS)) == 22
-        with pytest.raises(StoreError, match="is no journal of stored prompts"):
+        with pytest.raises(StoreError, match="cannot be read"):
             store.why(Prompt.of(changed(9)))
     assert caplog.text.count("stored prompts are not recorded") == 1
 

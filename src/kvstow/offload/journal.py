@@ -1,13 +1,15 @@
 """Which prompts were stored, so that somebody can say later why one was not found.
 
-    prompts.jsonl   {"secret": 16 random bytes}, then a line for each prompt: when │ identity: its
-                    digest, and its fields by name │ tokens per block │ per block 8 bytes of a
-                    keyed digest of all tokens up to its end │ the tokens, if the user wants
+    prompts.jsonl   a line for each prompt: when │ identity: its digest, and its fields by name │
+                    tokens per block │ a secret, 16 random bytes that the writer has made │ per
+                    block 8 bytes of a digest, keyed by the secret, of all tokens up to its end │
+                    the tokens, if the user wants
     prompts.old     the lines before, when there were too many
 
 A digest of a block says whether another prompt has the same tokens so far, and nothing else
 to whoever cannot guess a whole block. Tokens are kept only if the user wants them. Lines are
-appended whole, by any number of processes. No fault of a journal ever reaches a store.
+appended whole, by any number of processes; each can be read without the others, and one that is
+torn is passed over. No fault of a journal ever reaches a store.
 """
 
 import json
@@ -39,9 +41,6 @@ FILE, OLD_FILE = "prompts.jsonl", "prompts.old"
 MOST_BYTES = 32 << 20
 """A file that is longer becomes the old one."""
 
-SECRET_BYTES = 1024
-"""The line with the secret is shorter."""
-
 DIGITS = 16
 """Of a digest, in hexadecimal."""
 
@@ -72,6 +71,7 @@ class Journal:
         self.path = directory / FILE
         self._old = directory / OLD_FILE
         self._keeps_tokens = tokens
+        self._secret = secrets.token_bytes(16)
         self._has_failed = False
 
     def note(self, prompt: Prompt, identity: Identity, step: int) -> None:
@@ -86,51 +86,25 @@ class Journal:
             self._has_failed = True
 
     def _note(self, prompt: Prompt, identity: Identity, step: int) -> None:
-        secret = self._secret()
-        if secret is None or not self.path.exists():
-            own = secret or secrets.token_bytes(16)
-            self._begin(own)
-            secret = self._secret() or own  # of several that begin at once, the first one's counts
         line = {
             "at": time.time(),
             "identity": identity.digest.hex(),
             "fields": identity.fields,
             "step": step,
-            "digests": _digests(secret, prompt, step),
+            "secret": self._secret.hex(),
+            "digests": _digests(self._secret, prompt, step),
             "tokens": prompt.tokens.tolist() if self._keeps_tokens else None,
         }
-        if self._append(line) > MOST_BYTES:
-            with suppress(FileNotFoundError):  # another process was faster
-                os.replace(self.path, self._old)
-            self._begin(secret)
-
-    def _begin(self, secret: bytes) -> None:
-        """Say what digests are keyed by, in a file that is made where there is none. The line
-        before may be torn."""
         make_directory(self.path.parent)
-        self._append({"secret": secret.hex()}, before=b"\n")
-
-    def _append(self, line: dict[str, Any], before: bytes = b"") -> int:
-        """Append a line, at once; how long the file is then."""
         fd = open_own(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
-            os.write(fd, before + json.dumps(line).encode() + b"\n")
-            return os.fstat(fd).st_size
+            os.write(fd, b"\n" + json.dumps(line).encode() + b"\n")  # the one before may be torn
+            is_full = os.fstat(fd).st_size > MOST_BYTES
         finally:
             os.close(fd)
-
-    def _secret(self) -> bytes | None:
-        """What the journal's digests are keyed by; None where there is no journal, or its first
-        line is torn: whoever made it was killed."""
-        for path in (self.path, self._old):
-            with suppress(FileNotFoundError), os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
-                lines = [file.readline(SECRET_BYTES) for _ in range(3)]
-                for line in lines:
-                    with suppress(ValueError, TypeError, KeyError):
-                        return bytes.fromhex(json.loads(line)["secret"])
-                if len(lines[0]) >= SECRET_BYTES or lines[1]:
-                    raise StoreError(f"{path} is no journal of stored prompts")
-        return None
+        if is_full:
+            with suppress(FileNotFoundError):  # another process was faster
+                os.replace(self.path, self._old)
 
     def alike(self, prompt: Prompt) -> list[RecordedPrompt]:
         """Recorded prompts that begin like this one, and all whose tokens are known; the longest
@@ -139,23 +113,23 @@ class Journal:
         Empty where there is no journal; StoreError where it cannot be read.
         """
         try:
-            secret = self._secret()
-            records = [] if secret is None else list(self._records(secret, prompt))
+            records = list(self._records(prompt))
         except OSError as error:
             raise StoreError(f"{self.path}: cannot be read: {error}") from None
         return sorted(records, key=lambda each: (-each.shared_tokens, -each.num_tokens, -each.at))
 
-    def _records(self, secret: bytes, prompt: Prompt) -> Iterator[RecordedPrompt]:
-        by_step: dict[int, Sequence[str]] = {}
+    def _records(self, prompt: Prompt) -> Iterator[RecordedPrompt]:
+        own: dict[tuple[str, int], Sequence[str]] = {}
+        """The prompt's digests, as they were made in a line."""
         for path in (self.path, self._old):
             with suppress(FileNotFoundError), os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
                 for line in file:
-                    with suppress(ValueError, TypeError, KeyError):  # the secret, or a torn line
+                    with suppress(ValueError, TypeError, KeyError):  # it is torn
                         record = json.loads(line)
-                        step = record["step"]
-                        if step not in by_step:
-                            by_step[step] = _digests(secret, prompt, step)
-                        pairs = zip(by_step[step], record["digests"], strict=False)
+                        how = record["secret"], record["step"]
+                        if how not in own:
+                            own[how] = _digests(bytes.fromhex(how[0]), prompt, how[1])
+                        pairs = zip(own[how], record["digests"], strict=False)
                         shared = sum(takewhile(bool, (ours == other for ours, other in pairs)))
                         if shared or record["tokens"] is not None:
                             yield _recorded(record, shared)
