@@ -208,10 +208,10 @@ def unreachable(decode: Decode) -> Any:
 
 @contextmanager
 def answering(
-    seconds: float, ranks: int = 1
+    seconds: float, ranks: int = 1, **options: Any
 ) -> Iterator[tuple[Engine, Decode, Callable[..., None]]]:
     """A decode engine whose ranks are pretended: they answer when they are told to."""
-    with started(replace(SETTINGS, early_seconds=seconds)) as (prefill, decode):
+    with started(replace(SETTINGS, early_seconds=seconds, **options)) as (prefill, decode):
         inboxes = [Inbox() for _ in range(ranks)]
         endpoint = decode.engine.hands.endpoint
         decode.engine.desk.meet([replace(endpoint, inbox=each.address) for each in inboxes])
@@ -267,6 +267,26 @@ def test_a_request_that_is_dropped_meanwhile_gives_its_blocks_back_when_all_have
         answer("declined")
         assert decode.engine.desk.take_step(computes=False).drops
         assert len(decode.pool.free) == NUM_BLOCKS - 1
+
+
+def test_what_ranks_have_not_answered_when_others_are_met_has_failed():
+    with answering(0.01, ranks=2) as (prefill, decode, _):
+        decode.arrives(prefill.prefill(THERE))
+        assert decode.engine.desk.matched("d", 0) is None
+        decode.engine.desk.meet([])
+        assert decode.engine.desk.matched("d", 0) == 0
+        assert decode.outcomes() == {"early_pulls failed": 1}
+        assert len(decode.pool.free) == NUM_BLOCKS - 1
+
+
+def test_a_request_with_tickets_asks_no_peers_though_its_early_pull_is_declined_late():
+    peers = ("tcp://127.0.0.1:1",)
+    with answering(0.01, peers=peers, peers_tokens=4) as (prefill, decode, answer):
+        decode.arrives(prefill.prefill(THERE, PROMPT[:9]))
+        answer("declined")
+        assert decode.engine.desk.matched("d", 0) is None
+        assert decode.engine.desk.matched("d", 0) == 9
+        assert decode.engine.desk.take_step(computes=False).asks == []
 
 
 def test_what_was_computed_before_a_reset_is_not_found_after_it():

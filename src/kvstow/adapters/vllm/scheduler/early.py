@@ -152,10 +152,20 @@ class EarlyPulls:
             if answer is None and not left:
                 return
             if answer is not None and answer.number in self._running:
-                try:
-                    self._running[answer.number].send(answer.outcome)
-                except StopIteration:
-                    del self._running[answer.number]
+                self._go_on(answer.number, answer.outcome)
+
+    def _go_on(self, number: int, outcome: EarlyOutcome) -> None:
+        try:
+            self._running[number].send(outcome)
+        except StopIteration:
+            del self._running[number]
+
+    def fail_all(self) -> None:
+        """The ranks that were told of pulls have closed: they write no more, and what they have not
+        answered by now has failed."""
+        self.poll()
+        while self._running:
+            self._go_on(next(iter(self._running)), "failed")
 
     def planned(self, request: str) -> None:
         """The engine has taken up a request, or has dropped it."""

@@ -71,7 +71,8 @@ class Handovers(PrefixSource):
     def take_in(self, request: EngineRequest, original: Request | None = None) -> None:
         """Tickets that came with the request, and may be used, are pulled with, or kept alive. Bad
         ones are counted here and handed back: the engine computes such a request itself, or has
-        rejected it. `original` is the engine's request."""
+        rejected it. Those of another prompt are left to the requests that they are for. `original`
+        is the engine's request."""
         try:
             handover = handover_in(request)
             if handover is None or handover.leases in self._used:
@@ -161,6 +162,10 @@ class Handovers(PrefixSource):
         return replace(handover, num_tokens=most)
 
     # ── and are used ──────────────────────────────────────────────────────────────
+
+    def takes_over(self, id: str) -> bool:
+        """Whether a request has tickets, though they may be pulled with already."""
+        return id in self._requests
 
     def has(self, id: str) -> bool:
         return id in self._requests and self._requests[id].stage == "waiting"

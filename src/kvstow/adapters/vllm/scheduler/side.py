@@ -64,9 +64,10 @@ class SchedulerSide:
         return self._engine.counts
 
     def meet(self, workers: Sequence[WorkerEndpoint]) -> None:
-        """The workers' agents, by rank."""
+        """The workers' agents, by rank. Those that were met before have closed."""
         self._engine.workers = tuple(workers)
         self._engine.num_ranks = max(self._engine.num_ranks, len(workers))
+        self._handovers.early.fail_all()
         if self.recall is not None:
             self.recall.meet()
 
@@ -81,7 +82,7 @@ class SchedulerSide:
         self._handovers.take_in(request, original)
         identity, sizes = self._engine.weights.identity, self._key_sizes
         keys = RequestKeys(identity, request, sizes, ahead=self._engine.ahead)
-        has_tickets = self._handovers.has(request.id)
+        has_tickets = self._handovers.takes_over(request.id)
         for source in self._sources:
             source.arrived(request, keys, has_tickets=has_tickets)
 
