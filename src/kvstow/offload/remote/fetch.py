@@ -63,8 +63,9 @@ class LookUps:
         self._client, self._calls, self._directory = client, calls, directory
         self._layout, self._own = layout, own
         self._misses = misses
-        self._readers: tuple[tuple[GroupReader, ...], ...] = ((),) * len(layout.groups)
-        self._writers: tuple[WriterLayout, ...] = ()
+        self._readers: tuple[tuple[WriterLayout, ...], tuple[tuple[GroupReader, ...], ...]]
+        self._readers = (), ((),) * len(layout.groups)
+        """Writers, and per group who reads what they wrote: replaced together, from any thread."""
         self._places: OrderedDict[tuple[int, bytes], tuple[float, Parts]] = OrderedDict()
         self._prompts: OrderedDict[bytes, PromptKeys] = OrderedDict()
         self._lock = Lock()
@@ -72,14 +73,15 @@ class LookUps:
     def _of_groups(self) -> tuple[tuple[GroupReader, ...], ...]:
         """Per group, readers of all writers that the directory knows now."""
         writers = self._directory.layouts
-        if writers != self._writers:
+        of_writers, readers = self._readers
+        if writers != of_writers:
             ranked = deployments(writers, self._own)
-            self._readers = tuple(
+            readers = tuple(
                 tuple(GroupReader(members, self._layout, group) for members in ranked)
                 for group in range(len(self._layout.groups))
             )
-            self._writers = writers
-        return self._readers
+            self._readers = writers, readers
+        return readers
 
     # ── prompts ───────────────────────────────────────────────────────────────────
 
