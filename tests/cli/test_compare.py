@@ -44,10 +44,10 @@ def test_a_layout_that_cannot_be_says_why_beside_those_that_can():
     document = compare("deepseek-v4-flash", "--memory", "10MB")
     refused = [layout for layout in document["layouts"] if layout["error"] is not None]
     assert {layout["packing"] for layout in refused} == {"separate"}
-    assert all("10000000 bytes" in layout["error"] for layout in refused)
+    assert all("10,000,000 bytes" in layout["error"] for layout in refused)
     text = invoke("compare", "deepseek-v4-flash", "--memory", "10MB")
     assert text.exit_code == 0
-    assert "a budget of 10000000" in text.stdout
+    assert "a budget of 10,000,000" in " ".join(text.stdout.split())
     assert text.stdout.count("at least 2 are") == 1  # one reason, for all that it bars
     assert max(map(len, text.stdout.splitlines())) <= 80
 

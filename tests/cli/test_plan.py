@@ -223,7 +223,7 @@ def test_notes_of_the_model_go_to_stderr(tmp_path):
         (["llama-3.1-8b", "--align", "*.nothing=64"], 2, ["*.nothing=64", "hint:", "model.layers"]),
         (["llama-3.1-8b", "--unknown"], 2, ["--unknown"]),
         ([], 2, ["MODEL"]),
-        (["llama-3.1-8b", "--memory", "3MB"], 1, ["3000000", "2097152", "hint:"]),
+        (["llama-3.1-8b", "--memory", "3MB"], 1, ["3,000,000", "2,097,152", "hint:"]),
         (["llama-3.1-8b", "--tp", "3"], 2, ["error:", "3"]),
         (["llama-3.1-8b", "--pp", "33"], 2, ["32", "33", "hint:"]),
         (["llama-3.1-8b", "--kv-dtype", "fp9"], 2, ["fp9", "hint:"]),

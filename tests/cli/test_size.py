@@ -93,6 +93,16 @@ def test_of_equally_many_gpus_those_with_the_most_requests_come_first():
     assert "--enable-expert-parallel" in document["command"]
 
 
+@pytest.mark.parametrize(
+    "name", ["DeepSeek-R1-FP4", "DeepSeek-V3.1-NVFP4", "Kimi-K2-Thinking-NVFP4"]
+)
+def test_nvidias_releases_with_latents_are_sized(name):
+    """Their attention stays wide: modelopt excludes it."""
+    found = size(f"nvidia/{name}", "--gpu", "8xh200")
+    assert found["max_requests"] > 0
+    assert f"vllm serve nvidia/{name} " in found["command"]
+
+
 def test_where_only_pipeline_stages_do_it_says_what_they_cost_and_what_does_without():
     document = size("deepseek-v3", "--gpu", "h200", "--requests", "400")
     assert document["pp"] > 1

@@ -169,7 +169,7 @@ def test_children_of_a_killed_parent_end_by_themselves():
         pytest.param(
             ["--model", "random:llama", "--memory", "1000"],
             1,
-            "a budget of 1000 bytes",
+            "a budget of 1,000 bytes",
             marks=pytest.mark.slow,
         ),
     ],

@@ -177,8 +177,10 @@ GIB = 1 << 30
 # Model, GPU, options, tp; "Available KV cache memory" or what "is reserved for KV cache", in GiB.
 LOGS = [
     # https://github.com/vllm-project/vllm/pull/10511: total_gpu_memory 79.22GiB, weights 14.96,
-    # non_torch_memory 1.79, activation peak 1.26; that version ran 256 requests at most
+    # non_torch_memory 1.79, activation peak 1.26; that version ran 256 requests at most, and the
+    # figure is within the range of today's default too
     ("llama-3-8b", None, "h100", Engine(utilization=0.9, max_num_seqs=256), 1, 53.29),
+    ("llama-3-8b", None, "h100", Engine(utilization=0.9), 1, 53.29),
     # https://github.com/vllm-project/vllm/issues/21348: 178,880 tokens
     ("qwen3-235b-a22b", "fp8", "h100", Engine(utilization=0.9), 4, 8.11),
     # https://github.com/vllm-project/vllm/issues/27508
@@ -190,6 +192,9 @@ LOGS = [
     # https://github.com/vllm-project/vllm/issues/15815: total_gpu_memory 44.42GiB, weights 30.71,
     # non_torch_memory 0.30, activation peak 1.26
     ("qwen2.5-32b", None, "l40s", Engine(utilization=0.9), 2, 7.71),
+    # https://docs.vllm.ai/projects/recipes/en/latest/moonshotai/Kimi-K2-Think.html: 715,072 tokens
+    # on 8 × H200, INT4 experts; that version's default is 0.9
+    ("kimi-k2-thinking", None, "h200", Engine(utilization=0.9), 8, 46.80),
     # https://github.com/vllm-project/vllm/issues/12529: total_gpu_memory 7.75GiB, weights 3.34
     ("qwen2.5-1.5b", None, "8GiB", Engine(utilization=0.9), 1, 2.20),
 ]
@@ -214,18 +219,22 @@ def test_the_cache_of_published_logs_is_within_the_range(model, dtype, gpu, engi
     assert high - low < 11 * GIB
 
 
-def test_tokens_and_concurrency_are_those_of_the_log():
-    """https://github.com/vllm-project/vllm/issues/21348: 8.11 GiB are 178,880 tokens."""
+@pytest.mark.parametrize(
+    ("model", "tp", "gib", "tokens"),
+    [("qwen3-235b-a22b", 4, 8.11, 178_880), ("kimi-k2-thinking", 8, 46.80, 715_072)],
+)
+def test_tokens_and_concurrency_are_those_of_the_log(model, tp, gib, tokens):
+    """Of the same logs."""
     one = SizeQuestion(
-        deployment=Deployment(model="qwen3-235b-a22b", tp=4),
+        deployment=Deployment(model=model, tp=tp),
         weights=Weights(nbytes=0, how="as given"),
         tokens=1024,
-        gpu=Gpu("8.11GiB", int(8.11 * GIB)),
+        gpu=Gpu(f"{gib}GiB", int(gib * GIB)),
         engine=ALL,
     )
     found = size_report(one)
     kv_tokens, concurrency = found.figures["kv_tokens"][0], found.figures["concurrency"][0]
-    assert kv_tokens == pytest.approx(178_880, rel=0.02)
+    assert kv_tokens == pytest.approx(tokens, rel=0.02)
     assert concurrency == pytest.approx(kv_tokens / 1024, abs=0.01)
 
 

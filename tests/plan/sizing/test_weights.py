@@ -4,6 +4,7 @@ import pytest
 
 from kvstow.errors import ModelError
 from kvstow.plan.models import load_model, model_layers
+from kvstow.plan.models.catalogue import entries
 from kvstow.plan.sizing.weights import model_weights, parameters
 
 DENSE = {
@@ -145,7 +146,7 @@ def test_a_tied_output_head_counts_once():
 
 def test_quantised_layers_count_narrow_and_embeddings_do_not():
     counted = parameters(load_model(LATENT))
-    assert model_weights(LATENT).nbytes == counted.layers + counted.experts + 2 * counted.embeddings
+    assert model_weights(LATENT).nbytes == sum(counted) + counted.embeddings
     assert model_weights(DENSE).nbytes == 2 * sum(parameters(load_model(DENSE)))
 
 
@@ -182,7 +183,54 @@ def test_the_part_of_routed_experts_is_known_from_the_configuration_or_as_publis
 def test_a_quantised_layer_has_the_bits_that_its_configuration_gives(quantised, bits):
     counted = parameters(load_model(DENSE))
     found = model_weights(DENSE | {"quantization_config": quantised})
-    assert found.nbytes == round(counted.layers * bits / 8) + 2 * counted.embeddings
+    assert (
+        found.nbytes
+        == round((counted.attention + counted.dense) * bits / 8) + 2 * counted.embeddings
+    )
+
+
+@pytest.mark.parametrize("model", ["kimi-k2-thinking", "kimi-k2.5"])
+def test_experts_alone_are_narrow_where_the_rest_is_ignored(model):
+    """moonshotai/Kimi-K2-Thinking: INT4 in groups of 32 with a scale each, 594 GB in all."""
+    counted, found = parameters(load_model(model)), model_weights(model)
+    wide = sum(counted) - counted.experts
+    assert found.nbytes == counted.experts * 9 // 16 + 2 * wide
+    assert found.nbytes - 2 * counted.vision == pytest.approx(594e9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "wide"),
+    [
+        ({"exclude_modules": ["model.layers.60.self_attn*", "lm_head"]}, {"attention"}),
+        ({"ignore": ["language_model.layers.60.mlp.shared_experts"]}, {"dense"}),
+        ({"ignore": [r"re:.*layers\.\d+\.mlp\.experts.*"]}, {"experts"}),
+        ({"ignore": ["model.layers.59.self_attn*", "model.layers.60.mlp.gate", "re:("]}, set()),
+        ({"ignore": ["re:(.*o+)+$", "re:" + 20 * ".*o" + "$"]}, set()),  # would take for ever
+    ],
+)
+def test_what_a_checkpoint_does_not_quantise_counts_in_the_models_own_dtype(ignored, wide):
+    quantised = {"quant_method": "modelopt", "quant_algo": "NVFP4", **ignored}
+    found = model_weights(LATENT | {"quantization_config": quantised}).nbytes
+    counted = parameters(load_model(LATENT))._asdict()
+    sizes = {name: 2 if name in wide | {"embeddings", "vision"} else 9 / 16 for name in counted}
+    assert found == round(sum(number * sizes[name] for name, number in counted.items()))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2", "kimi-k2", "kimi-k2-thinking"])
+def test_what_the_catalogue_counts_is_what_is_published(name):
+    assert sum(parameters(load_model(name))) == pytest.approx(
+        entries()[name]["published"]["parameters"], rel=0.005
+    )
+
+
+VISION = [name for name in entries() if name.startswith(("qwen3.5-", "qwen3-vl-"))]
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_models_that_see_count_their_towers_and_name_their_draft_layers(name):
+    found = model_weights(name)
+    assert "in the vision tower" in found.how
+    assert found.left_out == (("draft (MTP) layers",) if "3.5" in name else ())
 
 
 def test_a_quantisation_that_is_not_known_is_left_out_and_said():

@@ -6,7 +6,8 @@ unless that is the one whose config.json the source names), `aliases` (of the sa
 its spelling), `config` (the keys
 of the model's `config.json` that matter here), and `published`: `parameters`, to three digits,
 `experts`, those of them in routed experts, `weights_bytes` where they are not released in the
-model's own dtype, and `context`, the tokens that a request may have. `checked` names those of
+model's own dtype, `vocabulary`, where the configuration here has none, and `context`, the tokens
+that a request may have. `checked` names those of
 parameters and context that agree with a complete configuration of the model in
 ai-dynamo/aiconfigurator or Lightning-AI/litgpt: parameters counted from it within half a percent,
 and the context that it gives. What is published serves sizing alone, and no layout depends on it.
@@ -30,6 +31,7 @@ class Published(TypedDict, total=False):
     parameters: int
     weights_bytes: int
     experts: int
+    vocabulary: int
     context: int
     checked: list[str]
 
@@ -83,12 +85,16 @@ def entry(name: str) -> tuple[str, dict[str, object]]:
     """Canonical name and facts of a model by name or alias.
 
     Case does not matter, nor does an organisation in front (`org/name`). With `-FP8`, `-NVFP4`,
-    `-AWQ` or `-GPTQ` behind it, the weights are kept so and the cache is what it was.
+    `-AWQ` or `-GPTQ` behind it, the weights are kept so and the cache is what it was; NVIDIA's
+    releases leave attention with latents as it is.
     """
     suffix = quantisation(name)
     key = _aliases().get(_plain(name).removesuffix(suffix))
     if key is not None and suffix:
-        return key, entries()[key]["config"] | {"quantization_config": _RELEASES[suffix]}
+        config, quantised = entries()[key]["config"], _RELEASES[suffix]
+        if "kv_lora_rank" in config and quantised["quant_method"] == "modelopt":
+            quantised = quantised | {"ignore": ["re:.*self_attn.*"]}
+        return key, config | {"quantization_config": quantised}
     if key is None:
         close = close_names(name)
         raise ModelError(

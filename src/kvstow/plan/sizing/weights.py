@@ -20,9 +20,11 @@ Norms, biases and scales are left out: less than 1 % together. Layers count in t
 configuration's `quantization_config` where there is one, embeddings in the model's own.
 """
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -87,6 +89,10 @@ _SCALES = Fraction(1, 32)
 """Bytes per parameter of the scales, where a few bits have one: 4 for each 128."""
 
 
+MAX_STARS = 4
+"""In an expression that names modules: with more, trying it could take for ever."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """Bytes of all weights, in a few words where the number is from, which part of them is
@@ -103,9 +109,11 @@ class Weights:
 
 
 class Parameters(NamedTuple):
-    """How many there are, by what they are of; `layers` are all but the routed experts."""
+    """How many there are, by what they are of: attention and recurrent states, the rest of the
+    layers, but for the routed experts, those, embeddings, a vision tower."""
 
-    layers: int
+    attention: int
+    dense: int
     experts: int
     embeddings: int
     vision: int = 0
@@ -144,7 +152,9 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
     if count is not None:
         how += f", {_spoken(count.vision)} of them in the vision tower" if count.vision else ""
         left_out += (*_towers(config), *drafts)
-        layers = (count.layers + count.experts) * each
+        wide = () if dtype else _wide_parts(config)
+        sizes = {name: own if name in wide else each for name in ("attention", "dense", "experts")}
+        layers = sum(getattr(count, name) * size for name, size in sizes.items())
         nbytes = round(layers + (count.embeddings + count.vision) * own)
         return weights(nbytes, f"{_spoken(sum(count))}, counted from config{how}", *left_out)
     if "parameters" not in facts:
@@ -155,7 +165,9 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
     is_released = not dtype and "quantization_config" not in config
     nbytes = facts.get("weights_bytes", 0) if is_released else 0
     if not nbytes:
-        embeddings = 0 if each == own else _embeddings(config)
+        embeddings = 0
+        with suppress(ModelError):
+            embeddings = 0 if each == own else _embeddings(config)
         nbytes = round((facts["parameters"] - embeddings) * each + embeddings * own)
     how = f"{_spoken(facts['parameters'])}, as published{how}"
     return weights(nbytes, how, *left_out, *drafts)
@@ -164,6 +176,7 @@ def model_weights(model: Source, dtype: str | None = None, nbytes: int | None = 
 def vocabulary(config: Config) -> int:
     """How many tokens there are, or usually are."""
     usual = VOCABULARIES.get(config.model_type, USUAL_VOCABULARY)
+    usual = published(config.name).get("vocabulary", usual)
     return config.count("vocab_size", default=usual)
 
 
@@ -198,16 +211,18 @@ def parameters(config: Config) -> Parameters:
         return _encoder_decoder(config, tokens)
     width = config.count("hidden_size", "n_embd")
     kinds = _kinds(config)
-    layers = sum(map(sum, (_layer(config, width, kind) for kind in kinds)))
+    attention = sum(map(sum, (_layer(config, width, kind) for kind in kinds)))
+    dense = 0
     forward = [_forward(config, width, i) for i in range(len(kinds))]
     embeddings = _embeddings(config)
     if kind == "gemma4_text":
-        layers = _gemma4_attention(config, width)
+        attention = _gemma4_attention(config, width)
     if kind in ("gemma3n_text", "gemma4_text"):
-        more_layers, table = _per_layer_inputs(config, width)
-        layers, embeddings = layers + more_layers, embeddings + table
+        dense, table = _per_layer_inputs(config, width)
+        embeddings += table
     return Parameters(
-        layers=layers + sum(dense for dense, _ in forward),
+        attention=attention,
+        dense=dense + sum(dense for dense, _ in forward),
         experts=sum(experts for _, experts in forward),
         embeddings=embeddings,
         vision=_vision(config) or 0,
@@ -268,9 +283,13 @@ def _encoder_decoder(config: Config, tokens: int) -> Parameters:
     forward = (3 if is_gated else 2) * width * inner
     encoder = config.count("num_layers", "encoder_layers")
     decoder = config.count("num_decoder_layers", "decoder_layers", default=encoder)
-    layers = encoder * (attention + forward) + decoder * (2 * attention + forward)
     heads = 1 if config.flag("tie_word_embeddings", default=True) else 2
-    return Parameters(layers=layers, experts=0, embeddings=heads * tokens * width)
+    return Parameters(
+        attention=(encoder + 2 * decoder) * attention,
+        dense=(encoder + decoder) * forward,
+        experts=0,
+        embeddings=heads * tokens * width,
+    )
 
 
 def _gemma4_attention(config: Config, width: int) -> int:
@@ -338,15 +357,17 @@ def _layer_bytes(config: Config, own: Fraction) -> tuple[Fraction, tuple[str, ..
         return own, ()
     quantised = config.inner("quantization_config")
     method = quantised.text("quant_method", "")
-    if method == "modelopt":
+    if method.startswith("modelopt"):
         method = quantised.text("quant_algo", "").lower()
+        method = "fp8" if method.startswith("fp8_") else method
     match method:
         case "awq" | "gptq":
             bits = quantised.count("bits", default=4)
         case "bitsandbytes":
             bits = 4 if quantised.flag("load_in_4bit", default=False) else 8
         case "compressed-tensors":
-            bits = _widest(quantised.inner("config_groups"))
+            bits, scales = _widest(quantised.inner("config_groups"))
+            return Fraction(bits, 8) + scales, ()
         case _:
             unknown = () if method in _QUANTISED else (f"quantisation {method!r}",)
             return _QUANTISED.get(method, own), unknown
@@ -374,13 +395,55 @@ def _vision(config: Config) -> int | None:
     return depth * (4 * width + 3 * inner) * width
 
 
-def _widest(groups: Config) -> int:
-    """The most bits that a group of layers has for a weight."""
+def _widest(groups: Config) -> tuple[int, Fraction]:
+    """The most bits that a group of layers has for a weight, and bytes per parameter of scales: two
+    for each of its own groups of parameters."""
     each = [groups.inner(name) for name in groups.facts]
-    return max(
-        (group.inner("weights").count("num_bits") for group in each if "weights" in group),
-        default=16,
+    weights = [group.inner("weights") for group in each if "weights" in group]
+    if not weights:
+        return 16, Fraction(0)
+    most = max(weights, key=lambda each: each.count("num_bits"))
+    size = most.count("group_size", default=0, least=-1)
+    return most.count("num_bits"), Fraction(2, size) if size > 0 else _SCALES
+
+
+def _wide_parts(config: Config) -> tuple[str, ...]:
+    """The parts of the layers that a quantised checkpoint keeps in the model's own dtype, as a
+    module of each in the last layer shows."""
+    if "quantization_config" not in config:
+        return ()
+    quantised = config.inner("quantization_config")
+    key = quantised.present("ignore", "exclude_modules")
+    patterns = () if key is None else quantised.texts(key)
+    shared = config.present("n_shared_experts", "shared_expert_intermediate_size")
+    inner = {"n_shared_experts": "shared_experts.", None: ""}.get(shared, "shared_expert.")
+    modules = {
+        "attention": "self_attn.o_proj",
+        "dense": f"mlp.{inner}down_proj",
+        "experts": "mlp.experts.0.down_proj",
+    }
+    last = f"model.layers.{num_layers(config) - 1}"
+    return tuple(
+        part
+        for part, module in modules.items()
+        if any(_matches(each, f"{last}.{module}") for each in patterns)
     )
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Whether a module is meant: by `re:` and an expression, its name or one before a dot, or a
+    pattern with stars, under whatever name the language model has."""
+    expression = pattern.removeprefix("re:")
+    if expression == pattern:
+        start, layers, end = pattern.rpartition("layers.")
+        own = f"*{layers}{end}" if start else pattern
+        return fnmatchcase(module, own) or fnmatchcase(module, f"{own}.*")
+    rest = expression.replace(".*", "").replace(r"\d+", "")
+    if any(sign in rest for sign in "*+?{") or expression.count("*") > MAX_STARS:
+        return False
+    with suppress(re.error):
+        return re.match(expression, module) is not None
+    return False
 
 
 def _file_bytes(model: Source) -> int:
