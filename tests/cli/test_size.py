@@ -103,6 +103,62 @@ def test_nvidias_releases_with_latents_are_sized(name):
     assert f"vllm serve nvidia/{name} " in found["command"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nvidia/Qwen3.5-397B-A17B-NVFP4",
+        "nvidia/DeepSeek-V3.1-NVFP4",
+        "nvidia/Llama-3.1-8B-Instruct-FP8",
+    ],
+)
+def test_a_release_whose_name_does_not_tell_the_cache_says_so_at_once(name):
+    arguments = (name, "--gpu", "8xb200")
+    (note,) = (each for each in size(*arguments)["notes"] if "kv_cache_quant_algo FP8" in each)
+    assert "planned as bfloat16" in note
+    assert "--kv-dtype fp8" in note
+    head = invoke(*arguments).stdout.partition("\n\n")[0]
+    assert f"note: {note}" in " ".join(head.split())
+    fp8 = size(*arguments, "--kv-dtype", "fp8")
+    assert not any("kv_cache_quant_algo" in each for each in fp8["notes"])
+    assert any("kv_cache_quant_algo" in each for each in document("plan", name)["notes"])
+
+
+def test_names_that_are_no_releases_by_modelopt_say_nothing_of_the_cache():
+    for name in ("qwen3-8b", "Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B-AWQ"):
+        assert size(name, "--gpu", "h100")["notes"] == []
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4", None])
+def test_what_stands_beside_the_configuration_counts_as_in_vllm(tmp_path, algorithm):
+    """modelopt until 0.29 wrote hf_quant_config.json, a level deeper and without a method."""
+    quantised = {"quant_algo": "NVFP4", "kv_cache_quant_algo": algorithm, "group_size": 16}
+    beside = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": quantised}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": WHOLE}))
+    plain = size(str(tmp_path), "--gpu", "l4")
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    found = size(str(tmp_path), "--gpu", "l4")
+    layers = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert plain["weights"]["bytes"] - found["weights"]["bytes"] == layers * 2 - layers * 9 // 16
+    assert found["weights"]["left_out"] == []
+    explicit = (algorithm or "bfloat16").lower()
+    kept = size(str(tmp_path), "--gpu", "l4", "--kv-dtype", explicit)
+    assert found["kv_tokens"] == kept["kv_tokens"]
+    assert ("kv_cache_quant_algo says" in found["answer"]) is (algorithm is not None)
+    own = WHOLE | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    assert size(str(tmp_path), "--gpu", "l4")["weights"]["bytes"] > found["weights"]["bytes"]
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": own}))
+    assert size(str(tmp_path), "--gpu", "l4")["weights"] == found["weights"]
+
+
+def test_what_stands_beside_and_is_no_json_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(WHOLE))
+    (tmp_path / "hf_quant_config.json").write_text("{")
+    result = invoke(str(tmp_path), "--gpu", "l4")
+    assert result.exit_code == 2
+    assert "hf_quant_config.json: not JSON" in result.stderr
+
+
 def test_where_only_pipeline_stages_do_it_says_what_they_cost_and_what_does_without():
     document = size("deepseek-v3", "--gpu", "h200", "--requests", "400")
     assert document["pp"] > 1

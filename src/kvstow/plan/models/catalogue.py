@@ -92,8 +92,12 @@ def entry(name: str) -> tuple[str, dict[str, object]]:
     key = _aliases().get(_plain(name).removesuffix(suffix))
     if key is not None and suffix:
         config, quantised = entries()[key]["config"], _RELEASES[suffix]
-        if "kv_lora_rank" in config and quantised["quant_method"] == "modelopt":
-            quantised = quantised | {"ignore": ["re:.*self_attn.*"]}
+        if suffix == "-fp8" and name.lower().startswith("nvidia/"):
+            quantised = {"quant_method": "modelopt", "quant_algo": "FP8"}
+        if quantised["quant_method"] == "modelopt":
+            quantised = quantised | {_NAMED_ONLY: True}
+            if "kv_lora_rank" in config:
+                quantised |= {"ignore": ["re:.*self_attn.*"]}
         return key, config | {"quantization_config": quantised}
     if key is None:
         close = close_names(name)
@@ -103,6 +107,16 @@ def entry(name: str) -> tuple[str, dict[str, object]]:
             + "\n      kvstow models lists the models that are known by name"
         )
     return key, entries()[key]["config"]
+
+
+_NAMED_ONLY = "kvstow_named_only"
+"""In a quantisation by modelopt of which only the release's name is known."""
+
+
+def is_named_only(facts: Mapping[str, object]) -> bool:
+    """Whether a release by modelopt is known by its name alone, which does not tell its cache."""
+    quantised = facts.get("quantization_config")
+    return isinstance(quantised, Mapping) and _NAMED_ONLY in quantised
 
 
 _UNKNOWN: CatalogueEntry = {"source": "", "aliases": [], "published": {}, "config": {}}

@@ -20,6 +20,9 @@ from kvstow.plan.view import MAX_TOKENS, check_count
 Value = TypeVar("Value")
 
 
+QUANTISATION = "hf_quant_config.json"
+"""Where modelopt, until version 0.29, said how a checkpoint is quantised."""
+
 _TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 
 # Facts that released files leave out because their class has them as defaults.
@@ -165,17 +168,31 @@ def _from_file(path: Path) -> Config:
         path = path.expanduser()
     file = _config_in(path) if path.is_dir() else path
     try:
-        facts: object = json.loads(small_file(file))
+        facts = _json(file)
     except OSError as error:
         shadowed = is_known(str(path))
         hint = f"\n\nhint: {path} here hides the model of that name" if shadowed else ""
         if path.is_dir() and not shadowed:
             hint = "\n\nhint: a model is a known name, a config.json, or a folder that has one"
         raise ModelError(f"{file}: cannot be read: {error.strerror or error}{hint}") from error
+    if file.name != "config.json":
+        return _from_facts(file.stem, facts)
+    beside, quantised = file.with_name(QUANTISATION), None
+    try:
+        quantised = _json(beside)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ModelError(f"{beside}: cannot be read: {error.strerror or error}") from error
+    return _from_facts(checkpoint_name(file.parent.resolve()), facts, quantised)
+
+
+def _json(file: Path) -> object:
+    """What a file holds. Raises OSError for one that cannot be read, ModelError for no JSON."""
+    try:
+        return json.loads(small_file(file))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not JSON: {error}") from error
-    name = checkpoint_name(file.parent.resolve()) if file.name == "config.json" else file.stem
-    return _from_facts(name, facts)
 
 
 def _config_in(folder: Path) -> Path:
@@ -189,7 +206,9 @@ def _config_in(folder: Path) -> Path:
     return snapshots[0]
 
 
-def _from_facts(name: str, facts: object) -> Config:
+def _from_facts(name: str, facts: object, quantised: object = None) -> Config:
+    """A model by its facts; `quantised` is what a file beside says, which counts if they do not at
+    the top: as in vLLM."""
     if not isinstance(facts, Mapping):
         raise ModelError(f"{name}: a configuration is an object, not {type(facts).__name__}")
     merged = dict(cast(Mapping[str, object], facts))
@@ -202,9 +221,28 @@ def _from_facts(name: str, facts: object) -> Config:
         if merged.get(key) is not None:
             part = Config(name=name, facts=merged).inner(key).facts
             merged |= {k: v for k, v in part.items() if v is not None}
+    quantised = cast(Mapping[str, object], facts).get("quantization_config") or quantised
+    quantised = quantised or merged.get("quantization_config")
+    if isinstance(quantised, Mapping):
+        merged["quantization_config"] = _flat(cast(Mapping[str, object], quantised))
     kind = merged.get("model_type")
     defaults = CLASS_DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
     return Config(name=as_unicode(name), facts=defaults | merged)
+
+
+def _flat(quantised: Mapping[str, object]) -> Mapping[str, object]:
+    """A quantisation as modelopt once wrote it, a level deeper and under the name of its producer,
+    in the form that it writes now."""
+    inner, producer = quantised.get("quantization"), quantised.get("producer")
+    if not isinstance(inner, Mapping):
+        return quantised
+    flat = {**quantised, **cast(Mapping[str, object], inner)}
+    if (
+        isinstance(producer, Mapping)
+        and "modelopt" in cast(Mapping[str, object], producer).values()
+    ):
+        flat["quant_method"] = "modelopt"
+    return flat
 
 
 def as_unicode(name: str) -> str:

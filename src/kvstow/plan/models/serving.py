@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstow.errors import ModelError, SpecError
+from kvstow.plan.models.catalogue import is_named_only
 from kvstow.plan.models.config import Config
 from kvstow.plan.spec import DType, Extent, LayerSpec
 from kvstow.plan.view import check_count
@@ -160,8 +161,6 @@ def own_cache(config: Config) -> OwnCache | None:
         return None
     quantised = config.inner("quantization_config")
     method = quantised.text("quant_method", "")
-    if "quantization" in quantised:
-        quantised = quantised.inner("quantization")
     key = quantised.present("kv_cache_scheme", "kv_cache_quant_algo")
     if key is None:
         return None
@@ -230,6 +229,12 @@ class ServingOptions:
         if named := own_cache(config):
             dtype = named.dtype or own_dtype(config)
             notes += (f"the checkpoint names a quantised cache ({named.key}): planned as {dtype}",)
+        elif is_named_only(config.facts):
+            notes += (
+                f"the name does not tell the cache's dtype: planned as {own_dtype(config)}; if its "
+                "hf_quant_config.json says kv_cache_quant_algo FP8, up to twice as many tokens "
+                "fit: --kv-dtype fp8",
+            )
         return notes
 
     def divided(self, what: str, units: int) -> tuple[int, int]:

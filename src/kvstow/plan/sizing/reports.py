@@ -229,9 +229,17 @@ class SizeReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was assumed, and what the answer leaves out."""
-        question = self.question
-        notes, name = question.deployment.on_rank(0).notes, question.config.name
+        """What was assumed of the model, and what the answer leaves out."""
+        return self._assumptions + self._caveats
+
+    @property
+    def _assumptions(self) -> tuple[str, ...]:
+        return self.question.deployment.on_rank(0).notes
+
+    @property
+    def _caveats(self) -> tuple[str, ...]:
+        question, name = self.question, self.question.config.name
+        notes: tuple[str, ...] = ()
         limit = longest(question)
         if limit is not None and question.tokens > limit:
             kept = "" if self.command is None else "; the command keeps to that limit"
@@ -279,10 +287,14 @@ class SizeReport:
         return document | self.figures | ({} if self.command is None else {"command": self.command})
 
     def __str__(self) -> str:
-        notes = (_wrapped(f"note: {each}") for each in self.notes)
+        assumptions, caveats = (
+            [_wrapped(f"note: {each}") for each in notes]
+            for notes in (self._assumptions, self._caveats)
+        )
+        answer = "\n".join((_wrapped(self.answer), *assumptions))
         weights = [] if self.kind == "store" else [_weights(self.question)]
-        basis = "\n".join((*weights, *notes))
-        return "\n\n".join(filter(None, (_wrapped(self.answer), *self.parts, basis, self.command)))
+        basis = "\n".join((*weights, *caveats))
+        return "\n\n".join(filter(None, (answer, *self.parts, basis, self.command)))
 
 
 def size_report(question: SizeQuestion) -> SizeReport:
