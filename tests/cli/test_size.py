@@ -165,6 +165,9 @@ def test_where_only_pipeline_stages_do_it_says_what_they_cost_and_what_does_with
     assert "stages wait for one another, so each token takes longer." in document["answer"]
     plain = next(each for each in document["clusters"] if each["pp"] == 1)
     assert f"Without them {plain['gpus']} × h200 (tp {plain['tp']}" in document["answer"]
+    fit = partial(size, "llama-3.1-8b", "--gpu", "l4", "--reserve", "4GiB", "--weights-bytes")
+    hint = fit("240GB", "--tokens", "131072", code=1)["answer"]
+    assert "pp 2, bfloat16 cache) would do. Its pipeline stages wait" in hint
     assert "stages" not in size("llama-3.1-8b", "--gpu", "h200", "--requests", "9")["answer"]
 
 

@@ -197,6 +197,8 @@ NODE_GPUS = 8
 SHOWN = 8
 """Clusters that are listed as text; JSON has all."""
 
+STAGES_WAIT = " Its pipeline stages wait for one another, so each token takes longer."
+
 EXPERTS_SHARED = (
     "e: experts shared among the replicas, attention on each. Not counted: buffers of\n"
     "their exchange, and experts that are read more often than others."
@@ -366,6 +368,8 @@ def _fitting(question: SizeQuestion, low: Sizing, high: Sizing) -> str:
         start = f"{'at most ' * (number > 1)}{_requests(question, number)} may fit on {gpus}"
     sure = " for certain" if number else ""
     hint = "" if other is None else f" {_gpus(question, other)} would do{sure}."
+    if other is not None and other.deployment.pp > low.deployment.pp:
+        hint += STAGES_WAIT
     return (
         f"{start}: on rank {limiting.rank} {human(limiting.weights_bytes)} of weights leave {left} "
         f"for the cache.{hint}"
@@ -430,7 +434,7 @@ def _cluster(question: SizeQuestion) -> SizeReport:
         f"at once; {best.max_requests:,} would fit."
     )
     if best.deployment.pp > 1:
-        answer += " Its pipeline stages wait for one another, so each token takes longer."
+        answer += STAGES_WAIT
         plain = next((each for each in splits if each.deployment.pp == 1), None)
         if plain is not None:
             answer += f" Without them {_gpus(question, plain)} would do."
