@@ -1,6 +1,8 @@
 """The arena of one process, mapped by another."""
 
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -120,6 +122,34 @@ def test_the_bytes_of_a_killed_process_stay_as_they_were(peer):
     with pytest.raises(NotShared, match="No such process"):
         Mapping(peer.shared, small(), CPU)
     mapping.close()
+
+
+def test_a_process_is_watched_whatever_the_number_of_its_descriptor(monkeypatch):
+    """select() takes none above 1023, and the error ended the upkeep of all peers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    high = 1500
+    if hard != resource.RLIM_INFINITY and hard <= high:
+        pytest.skip("not so many descriptors are allowed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, high + 100), hard))
+    opened_low = os.pidfd_open
+
+    def opened_high(process: int) -> int:
+        low = opened_low(process)
+        try:
+            return fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, high)
+        finally:
+            os.close(low)
+
+    monkeypatch.setattr(os, "pidfd_open", opened_high)
+    arena = Arena(small())
+    try:
+        mapping = Mapping(share(arena), small(), CPU)
+        assert mapping._process >= high
+        assert not mapping.is_gone
+        mapping.close()
+    finally:
+        arena.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_mapping_is_refused_in_one_word_for_each_reason(peer):

@@ -1,5 +1,6 @@
 """What an agent is made of and asked for: mistakes are errors that say what to do."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,13 +11,16 @@ from kvstow.blocks.pool import Pool
 from kvstow.errors import SpecError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.identity import Identity
+from kvstow.plan.manifest import encode
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.options import Options
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
-from transfer_node import hybrid_layout
+from transfer_node import Node, from_json, hybrid_layout, rows_for
+from waiting import PATIENCE, wait_for
 
 LAYOUT = hybrid_layout()
+MANIFEST = encode(LAYOUT)
 IDENTITY = Identity.unverified("bytes of a test")
 TOKENS = 18
 
@@ -106,3 +110,83 @@ def test_tokens_that_a_request_does_not_hold_are_not_offered(agent, ledger):
     with pytest.raises(TransferError, match=f"holds {TOKENS} tokens, {TOKENS + 1} cannot"):
         agent.offer(ledger, request, num_tokens=TOKENS + 1)
     assert agent.offer(ledger, request, num_tokens=TOKENS).num_tokens == TOKENS
+
+
+# ── the end ───────────────────────────────────────────────────────────────────────────
+
+
+def broken_by(node: Node, how: str) -> None:
+    """End its thread by itself."""
+    if how == "begin":
+        node.agent.endpoint.use_device = _fail  # type: ignore[method-assign]
+        node.agent.start()
+    else:
+        node.agent.start()
+        node.agent.loop.submit(sys.exit)
+
+
+def _fail() -> None:
+    raise RuntimeError("CUDA error")
+
+
+@pytest.mark.parametrize("how", ["begin", "command"])
+def test_nobody_waits_for_an_agent_whose_thread_has_broken(how):
+    """Its leases never ended, its pulls were never quiet, and it could not even be closed."""
+    layout, fabric, ended = hybrid_layout(24), Fabric(), []
+    source, target = rows_for(layout, TOKENS, 1, (1, 12)), rows_for(layout, TOKENS, 2, (12, 24))
+    producer = Node(encode(layout), fabric)
+    node = Node(encode(layout), fabric, is_started=False)
+    node.offer(source, TOKENS, on_end=ended.append)
+    ticket = Ticket.parse(producer.offer(source, TOKENS))
+    transfer = node.agent.pull(ticket, into=from_json(target))
+    fabric.cut(producer.agent.endpoint.start, node.agent.endpoint.start)
+    broken_by(node, how)
+    with pytest.raises(TransferError, match="is closed"):
+        transfer.wait(PATIENCE)
+    assert transfer.wait_quiet(PATIENCE)
+    wait_for(lambda: node.agent.settle() or ended)
+    assert ended == ["closed"]
+    assert node.held() == 0
+    assert node.agent.endpoint.transport.is_closed  # type: ignore[attr-defined]
+    node.close()
+    node.close()
+    producer.close()
+
+
+def test_a_lease_that_is_offered_while_its_agent_is_closed_ends():
+    """What was submitted last began when all leases had ended: it ran for ever."""
+    node, ended = Node(MANIFEST, Fabric(), is_started=False), []
+    loop, rows = node.agent.loop, rows_for(LAYOUT, TOKENS, 1)
+    close = loop.close
+
+    def offer_and_close() -> None:
+        node.offer(rows, TOKENS, on_end=ended.append)
+        close()
+
+    loop.close = offer_and_close  # type: ignore[method-assign]
+    node.close()
+    assert ended == ["closed"]
+    assert node.held() == 0
+    assert not len(node.agent.server.leases)
+
+
+@pytest.mark.parametrize("what", ["leases", "step", "routines", "sockets"])
+def test_an_agent_lets_go_of_everything_whatever_fails_while_it_is_closed(monkeypatch, what):
+    node = Node(MANIFEST, Fabric(), is_started=False)
+    agent, rows, ended = node.agent, rows_for(LAYOUT, TOKENS, 1), []
+    node.offer(rows, TOKENS, on_end=ended.append)
+    agent.loop.step()
+    where, name = {
+        "leases": (agent.server.leases, "close"),
+        "step": (agent.loop, "step"),
+        "routines": (agent.loop, "close"),
+        "sockets": (agent.channel, "close"),
+    }[what]
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, _fail)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            agent.close()
+    assert agent.endpoint.transport.is_closed  # type: ignore[attr-defined]
+    assert ended == ([] if what == "leases" else ["closed"])
+    if what == "sockets":
+        agent.channel.close()

@@ -1,6 +1,7 @@
 """Counters of blocks are read in ranges: each once, into its place, whatever the ids."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from kvstow.transfer.channel.messages import Begun, Failed
 from kvstow.transfer.fence import (
     ENTRY_BYTES,
     LONG_GAP,
+    QUICK_LOOKS,
     CounterRead,
     changed,
     check_fence,
     counter_ranges,
     ready_reads,
 )
+from kvstow.transfer.loop import NOW_AND_THEN, SOON
 
 TABLES = (1 << 20, 1 << 24)
 IDS = st.one_of(
@@ -128,6 +131,19 @@ def test_no_blocks_are_answered_without_a_read_and_give_their_memory_back():
         next(read.generations())
     assert end.value.value == {}
     assert (endpoint.taken, endpoint.started) == (0, 0)
+
+
+def test_a_read_that_hangs_is_looked_at_only_now_and_then():
+    """The thread was never idle while a peer was silent."""
+    endpoint: Any = Counters()
+    endpoint.poll = lambda: False
+    reading = CounterRead(endpoint, CARD, {0: Blocks.first([3])}).generations()
+    pauses = [next(reading) for _ in range(1000)]
+    assert pauses[0] == SOON
+    assert set(pauses[QUICK_LOOKS:]) == {NOW_AND_THEN}
+    endpoint.poll = lambda: True
+    with pytest.raises(StopIteration):
+        next(reading)
 
 
 def test_reads_that_were_made_ready_and_not_started_give_their_memory_back():

@@ -6,10 +6,14 @@ from typing import Any
 import pytest
 
 from kvstow.errors import TransferError
+from kvstow.plan.manifest import encode
 from kvstow.transfer.channel.messages import End
+from kvstow.transfer.loop import AFTER_ERROR, IDLE
 from kvstow.transfer.options import Options
 from kvstow.transfer.peers.endpoint import EngineReplaced
 from kvstow.transfer.quarantine import HURRY, MOST_FAILED, Quarantine
+from kvstow.transfer.transport.local import Fabric
+from transfer_node import Node, hybrid_layout
 
 
 def quarantine(endpoint: Any) -> Quarantine:
@@ -42,7 +46,7 @@ def test_a_dead_writer_needs_one_fresh_engine_and_no_more():
         assert not case.needs_engine
 
 
-def test_upkeep_goes_on_after_an_error_of_any_kind(caplog):
+def test_upkeep_goes_on_after_an_error_of_any_kind(caplog, monkeypatch):
     """Rows would stay in quarantine for good."""
     looks: list[int] = []
 
@@ -51,19 +55,13 @@ def test_upkeep_goes_on_after_an_error_of_any_kind(caplog):
         if len(looks) < 3:
             raise RuntimeError("dictionary changed size during iteration")
 
-    endpoint = SimpleNamespace(
-        name="a",
-        poll_flights=poll,
-        disconnect_idle=lambda: None,
-        note=lambda what, facts: None,
-        options=SimpleNamespace(),
-        clock=lambda: 0.0,
-        flights={},
-    )
-    upkeep = quarantine(endpoint).upkeep()
-    for _ in range(5):
-        next(upkeep)
+    node = Node(encode(hybrid_layout()), Fabric(), is_started=False)
+    monkeypatch.setattr(node.agent.endpoint, "poll_flights", poll)
+    upkeep = node.agent.quarantine.upkeep()
+    assert [next(upkeep) for _ in range(3)] == [AFTER_ERROR, AFTER_ERROR, IDLE]
+    assert node.metric("kvstow_transfer_errors_total", what="quarantine") == 2
     assert len(looks) == 3
+    node.close()
     assert "RuntimeError: dictionary changed size" in caplog.text
 
 
@@ -89,6 +87,8 @@ class World:
         self.num_engines = 1
         self.is_moving = False
         self.gone: set[str] = set()
+        self.faulty_since: float | None = None
+        self.stage = SimpleNamespace(is_scarce=False)
         self.flights: list[SimpleNamespace] = []
         self.events: list[Any] = []
         self.rows_told: list[int] = []
@@ -278,6 +278,26 @@ def test_the_engine_is_replaced_when_rows_have_waited_for_too_long_and_sooner_wh
             world.now = seconds + 0.1
             assert world.quarantine._is_due()
     assert not world.quarantine._is_due()
+
+
+def test_the_engine_is_replaced_sooner_where_slots_are_scarce():
+    """Rows were counted and slots were not: pulls from well peers had to wait for them."""
+    world = World()
+    world.flight.is_quiet = False
+    with world.quarantine.case([world.flight], 1):  # type: ignore
+        world.now = 60.0 / HURRY + 0.1
+        assert not world.quarantine._is_due()
+        world.stage.is_scarce = True
+        assert world.quarantine._is_due()
+
+
+def test_an_engine_that_has_not_let_go_of_a_peer_is_replaced():
+    world = World()
+    world.faulty_since = 5.0
+    world.now = 64.9
+    assert not world.quarantine._is_due()
+    world.now = 65.1
+    assert world.quarantine._is_due()
 
 
 def test_the_engine_is_replaced_when_too_many_posts_have_failed():

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from kvstow.memory.arena import Arena
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.framing import decode_message
 from kvstow.transfer.channel.messages import AnyMessage, Begin, End, Failed, Ids, Sample, Write
-from kvstow.transfer.loop import NOW_AND_THEN
+from kvstow.transfer.loop import AFTER_ERROR, NOW_AND_THEN
 from kvstow.transfer.options import Options
 from kvstow.transfer.peers.outgoing import Outgoing
 from kvstow.transfer.tickets.owner import Generations
@@ -32,8 +33,8 @@ TARGET = from_json(rows_for(LAYOUT, TOKENS, 2, (20, 40)))
 class Pair:
     """A producer and a consumer in one thread, and a network that holds packets back."""
 
-    def __init__(self) -> None:
-        self.network, self.clock, self.fabric = Network(), Clock(), Fabric()
+    def __init__(self, fabric: Fabric | None = None) -> None:
+        self.network, self.clock, self.fabric = Network(), Clock(), fabric or Fabric()
         self.random = Random(1)
         self.held: list[Packet] = []
         self.producer, self.consumer = self._agent("p"), self._agent("c")
@@ -179,3 +180,46 @@ def test_a_forged_ticket_for_very_many_tokens_fails_at_once(pair, direction, dig
     with pytest.raises(TransferError) as caught:
         transfer.wait(0)
     assert caught.value.kind == "ticket"
+
+
+@pytest.mark.parametrize("which", ["server", "peers"])
+def test_upkeep_goes_on_after_an_error(pair, monkeypatch, which):
+    """Leases never ran out any more, and peers were never forgotten."""
+    agent = pair.producer
+    part = {"server": agent.server.leases, "peers": agent.peers}[which]
+    upkeep = {"server": agent.server, "peers": agent.peers}[which].upkeep()
+
+    def fail(*args: object, **how: object) -> None:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(part, {"server": "expire", "peers": "every"}[which], fail)
+        assert next(upkeep) == AFTER_ERROR
+    assert next(upkeep) < AFTER_ERROR
+
+
+def test_a_consumer_does_not_hear_that_what_still_writes_has_stopped():
+    """Our engine failed to let go of it, and the transfer was forgotten meanwhile."""
+    may_land: list[bool] = []
+    pair = Pair(Fabric(lands=lambda: bool(may_land)))
+    engine: Any = pair.producer.endpoint.transport
+    engine.piece_bytes, engine.step_bytes = 16, 64
+    disconnect = engine.disconnect
+
+    def cling(peer: str) -> None:
+        disconnect(peer)
+        raise TransferError("nixlBackendError", kind="transport", peer=peer)
+
+    def fail_once(copy: int) -> None:
+        if copy == 3:
+            raise TransferError("one copy failed", kind="transport")
+
+    engine.disconnect, engine.before_copy = cling, fail_once
+    transfer = pair.consumer.pull(pair.producer.offer_blocks(SOURCE, TOKENS), into=TARGET)
+    pair.rounds(200)
+    assert transfer.done
+    assert len(pair.producer.server.servings) == 1
+    assert not transfer.quiet
+    may_land.append(True)
+    pair.consumer.close()
+    pair.producer.close()

@@ -99,6 +99,22 @@ def test_two_agents_that_stage_for_each_other_do_not_wait_for_each_other_for_eve
         node.close()
 
 
+def test_a_peer_that_hangs_leaves_slots_for_others():
+    """Two pulls from it that had failed kept all of them."""
+    stage = Stage(4096, pinned=False)
+    taken = [ended(stage.take("hung")) for _ in range(SLOTS - 1)]
+    waiting = stage.take("hung")
+    assert next(waiting) > 0
+    for _ in range(3):
+        stage.give(ended(stage.take("well")))
+    assert stage.is_scarce
+    assert next(waiting) > 0
+    stage.give(taken[0])
+    assert not stage.is_scarce
+    ended(waiting)
+    assert stage.is_scarce
+
+
 def test_a_slot_is_given_back_when_the_last_copy_that_may_write_to_it_is_quiet():
     class Failed:
         def __init__(self) -> None:

@@ -118,7 +118,9 @@ class Mapping:
     @property
     def is_gone(self) -> bool:
         """Whether that process has ended, whoever has its number by now."""
-        return bool(select.select((self._process,), (), (), 0)[0])
+        ends = select.poll()  # select() takes no descriptor above 1023
+        ends.register(self._process, select.POLLIN)
+        return bool(ends.poll(0))
 
     def _memory(self, shared: SharedArena, device: torch.device) -> torch.Tensor:
         match shared.arena:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from random import Random, SystemRandom
 from typing import Self
 
@@ -112,6 +113,7 @@ class Agent:
             hear=self._hear,
             progress=self._progress,
             on_error=self._failed,
+            on_broken=self._let_go,
         )
         self.endpoint.wake = self.loop.wake
         self.peers = Peers(self.endpoint, self.loop)
@@ -421,7 +423,7 @@ class Agent:
     def _give_up(self, error: TransferError) -> None:
         """End all that moves, and have every peer meet us again."""
         self.server.forget_all()
-        for peer in tuple(self.peers.all.values()):
+        for peer in self.peers.every():
             peer.lose(error)
 
     # ── its life ──────────────────────────────────────────────────────────────────
@@ -449,23 +451,42 @@ class Agent:
 
     def close(self) -> None:
         """Stop, end all leases and transfers, let go of engine and sockets."""
-        if self.loop.stop():
-            self.endpoint.alive.numbers[0] = 0  # before blocks are given back
-            closed = TransferError(f"agent {self.name!r} was closed", kind="aborted")
+        try:
+            if self.loop.stop() and not self.loop.is_closed:  # it is where its thread has broken
+                try:
+                    self._end_all()
+                finally:
+                    self._let_go()
+        finally:
+            self.settle()
+
+    def _end_all(self) -> None:
+        """End what moves, and give producers some time to say that they write no more."""
+        self.endpoint.alive.numbers[0] = 0  # before blocks are given back
+        closed = TransferError(f"agent {self.name!r} was closed", kind="aborted")
+        self.loop.step()
+        self.pulls.interrupt_all(closed)
+        self._give_up(closed)
+        self.server.leases.close()
+        for _ in range(CLOSING_TURNS):
             self.loop.step()
-            self.pulls.interrupt_all(closed)
-            self._give_up(closed)
-            self.server.leases.close()
-            for _ in range(CLOSING_TURNS):
-                self.loop.step()
-                if not self.pulls.unquiet:
-                    break
-                time.sleep(1e-3)
-            self.loop.close()
-            self.endpoint.close()
-            self.pulls.mark_quiet()
-            self.channel.close()
-        self.settle()
+            if not self.pulls.unquiet:
+                break
+            time.sleep(1e-3)
+
+    def _let_go(self) -> None:
+        """End all leases and routines, and close engine and sockets: every step, whatever another
+        one raises. Rows are quiet only if the engine was closed."""
+        self.endpoint.alive.numbers[0] = 0
+        with ExitStack() as steps:  # the last one first
+            steps.callback(self.channel.close)
+            steps.callback(self._close_engine)
+            steps.callback(self.loop.close)
+            steps.callback(self.server.leases.close)
+
+    def _close_engine(self) -> None:
+        self.endpoint.close()
+        self.pulls.mark_quiet()
 
     def __enter__(self) -> Self:
         self.start()

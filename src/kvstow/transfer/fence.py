@@ -11,6 +11,7 @@ smallest ranges of the peer's counters that cover the blocks; a long gap starts 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
 from kvstow.transfer.channel.messages import Begun, Failed
-from kvstow.transfer.loop import IDLE, SOON, Routine
+from kvstow.transfer.loop import IDLE, NOW_AND_THEN, SOON, Routine
 from kvstow.transfer.transport.base import Kinds, lost
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ ENTRY_BYTES = 8
 LONG_GAP = 4096
 """Counters between two blocks from which on they are read apart: 32 KiB cost a copy less than
 another descriptor does."""
+
+QUICK_LOOKS = 250
+"""So often a read is looked at without a pause; a peer that has not answered then may hang."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,8 +120,9 @@ class CounterRead:
             self.drop()
             return {}
         self._flight.start()
+        pauses = chain(repeat(SOON, QUICK_LOOKS), repeat(NOW_AND_THEN))
         while not self._flight.poll():
-            yield SOON
+            yield next(pauses)
         # the memory is another's from the next turn on
         return {g: self._memory.take(places) for g, places in self._ranges.where.items()}
 

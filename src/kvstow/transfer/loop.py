@@ -42,6 +42,9 @@ NOW_AND_THEN = 1e-3
 IDLE = 0.02
 """Nothing but a message is expected."""
 
+AFTER_ERROR = 1.0
+"""How long what goes on for ever waits after a turn that has raised."""
+
 WORK_SECONDS = 50e-6
 """Engine progress that took so long was for a peer, which will need more of it."""
 
@@ -218,7 +221,8 @@ class Conversation:
 
 class Loop:
     """All tasks of one agent. `hear` takes in messages, `progress` lets the engine work, `on_error`
-    is told what a message or a command was that raised."""
+    is told what a message or a command was that raised, `on_broken` that the thread has ended by
+    itself, in that thread."""
 
     def __init__(
         self,
@@ -229,6 +233,7 @@ class Loop:
         hear: Callable[[Session, AnyMessage], None],
         progress: Callable[[], None],
         on_error: Callable[[str], None] = lambda what: None,
+        on_broken: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.tasks: list[Task[Any]] = []
@@ -237,6 +242,7 @@ class Loop:
         self._hear = hear
         self._progress = progress
         self._on_error = on_error
+        self._on_broken = on_broken
         self._commands: deque[Command] = deque()
         self._thread: threading.Thread | None = None
         self._busy_until = 0.0
@@ -406,13 +412,21 @@ class Loop:
 
     def _break(self, error: BaseException) -> None:
         """Its thread has ended: whoever waits for something learns of that."""
-        self._on_error("the thread")
-        self.close()
+        try:
+            self._on_error("the thread")
+            self._on_broken()
+        finally:
+            self.close()
 
     @property
     def has_thread(self) -> bool:
         """Whether it turns by itself; otherwise only by `step`."""
         return self._thread is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more turns."""
+        return self._wake_fd < 0
 
     def stop(self) -> bool:
         """End the thread, if there is one; whether this was the first call. A process that was
@@ -422,7 +436,11 @@ class Loop:
         self._closing.set()
         self.wake()
         if self._thread is not None:
-            self._thread.join()
+            try:
+                self._thread.join()
+            except BaseException:  # it still runs: whoever interrupted this stops it later
+                self._closing.clear()
+                raise
         return True
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ for too long, the engine is replaced by a fresh one: what moves may end first, p
 again, and tickets stay valid.
 """
 
-import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,17 +18,15 @@ from dataclasses import dataclass
 from kvstow.errors import TransferError
 from kvstow.transfer.channel.messages import End
 from kvstow.transfer.fence import CounterRead
-from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Routine, Task, together
+from kvstow.transfer.loop import AFTER_ERROR, IDLE, NOW_AND_THEN, Loop, Routine, Task, together
 from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
 from kvstow.transfer.peers.flight import Flight
 from kvstow.transfer.source import Source
 from kvstow.transfer.transport.base import lost
 
-log = logging.getLogger(__name__)
-
 HURRY = 3
-"""Where rows are scarce, the engine is replaced after a third of the time. Not at once: reads
-over a cable that was cut for a moment end by themselves, and UCX may abort the process at the
+"""Where rows or slots are scarce, the engine is replaced after a third of the time. Not at once:
+reads over a cable that was cut for a moment end by themselves, and UCX may abort the process at the
 other end when an engine is closed under replies that it is sending.
 """
 
@@ -165,31 +162,33 @@ class Quarantine:
     def upkeep(self) -> Routine[None]:
         """Look at posts that were given up, and replace the engine when that is due."""
         while True:
-            try:
+            wait = AFTER_ERROR
+            with self._endpoint.guard("quarantine"):
                 self._endpoint.poll_flights()
                 self._endpoint.disconnect_idle()
                 if self._is_due():
                     yield from self._replaced()
-            except Exception as error:
-                is_ours = isinstance(error, TransferError)
-                log.warning("agent %s: %s", self._endpoint.name, error, exc_info=not is_ours)
-                self._endpoint.note("turn-failed", {"error": str(error)})
-                yield 1.0
-            yield NOW_AND_THEN if self._cases else IDLE
+                wait = NOW_AND_THEN if self._cases else IDLE
+            yield wait
 
     def _is_due(self) -> bool:
-        """Whether rows have waited for too long, or too many posts have."""
+        """Whether rows, too many posts or our engine's own fault have waited for too long."""
         options, now = self._endpoint.options, self._endpoint.clock()
         failed = sorted(f.failed_at for f in self._endpoint.flights if f.failed_at is not None)
         if len(failed) > MOST_FAILED:
             return now - failed[MOST_FAILED] > options.quarantine_seconds / HURRY
         waiting = [case for case in self._cases if case.needs_engine]
-        if not waiting:
+        faulty_since = self._endpoint.faulty_since
+        since = [case.since for case in waiting] + ([] if faulty_since is None else [faulty_since])
+        if not since:
             return False
         layout = self._endpoint.layout
         total = sum(layout.num_blocks(g) for g in range(len(layout.groups)))
-        waited = now - min(case.since for case in waiting)
-        is_scarce = sum(case.rows for case in waiting) > options.quarantine_share * total
+        waited = now - min(since)
+        is_scarce = (
+            sum(case.rows for case in waiting) > options.quarantine_share * total
+            or self._endpoint.stage.is_scarce
+        )
         return waited > options.quarantine_seconds / (HURRY if is_scarce else 1)
 
     def _replaced(self) -> Routine[None]:

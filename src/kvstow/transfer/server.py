@@ -20,7 +20,7 @@ from kvstow.transfer.channel.messages import (
     TellStatus,
     UnknownSession,
 )
-from kvstow.transfer.loop import IDLE, Loop, Routine
+from kvstow.transfer.loop import AFTER_ERROR, IDLE, Loop, Routine
 from kvstow.transfer.options import SILENT_BEATS
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.probe import write_probe
@@ -200,13 +200,16 @@ class Server:
         """Let leases run out, and forget consumers that are silent."""
         silent = SILENT_BEATS * self.endpoint.options.heartbeat_seconds
         while True:
-            now = self.endpoint.clock()
-            self.leases.expire(now=now)
-            for line, peer in tuple(self.incoming.items()):
-                if now - peer.heard_at > silent:
-                    self.endpoint.note("consumer-silent", {"peer": peer.card.agent})
-                    self._forget(line)
-            yield self.loop.pace if now < self._awake_until else IDLE
+            wait = AFTER_ERROR
+            with self.endpoint.guard("server"):
+                now = self.endpoint.clock()
+                self.leases.expire(now=now)
+                for line, peer in tuple(self.incoming.items()):
+                    if now - peer.heard_at > silent:
+                        self.endpoint.note("consumer-silent", {"peer": peer.card.agent})
+                        self._forget(line)
+                wait = self.loop.pace if now < self._awake_until else IDLE
+            yield wait
 
     def _forget(self, line: Session) -> None:
         peer = self.incoming.pop(line)

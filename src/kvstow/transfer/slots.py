@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from kvstow.transfer.source import Source
 
 SLOTS = 4
+KEPT_TO_FETCH = 1
+"""Slots that a producer leaves for what it fetches itself: peers may wait for that."""
+
 PIECES_AT_ONCE = 2
 """Pieces that a consumer works on at a time."""
 
@@ -78,20 +81,36 @@ class Stage:
         self.slot_bytes = slot_bytes
         self.arena = Arena(_flat(SLOTS * slot_bytes), pinned=pinned)
         self._free = deque(range(SLOTS))
+        self._filled_by: dict[int, str] = {}
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, *, leave: int = 0) -> Routine[int]:
-        """Wait for a free slot, and for so many more; its offset."""
-        while len(self._free) <= leave:
+    @property
+    def is_scarce(self) -> bool:
+        """Whether so few are free that we can stage nothing."""
+        return len(self._free) <= KEPT_TO_FETCH
+
+    def take(self, peer: str = "", *, leave: int = 0) -> Routine[int]:
+        """Wait for a free slot, and for so many more; its offset. Where it is to be filled from a
+        peer, that one gets no more than a producer ever stages at once: if it hangs, slots are left
+        for the others."""
+        while len(self._free) <= leave or (peer and self._share(peer) >= SLOTS - KEPT_TO_FETCH):
             yield NOW_AND_THEN
-        return self._free.popleft() * self.slot_bytes
+        slot = self._free.popleft()
+        if peer:
+            self._filled_by[slot] = peer
+        return slot * self.slot_bytes
+
+    def _share(self, peer: str) -> int:
+        return list(self._filled_by.values()).count(peer)
 
     def give(self, offset: int) -> None:
         """Nobody reads or writes this slot any more."""
-        self._free.append(offset // self.slot_bytes)
+        slot = offset // self.slot_bytes
+        self._filled_by.pop(slot, None)
+        self._free.append(slot)
 
 
 @lru_cache(maxsize=8)
@@ -117,7 +136,7 @@ def stage_pieces(endpoint: "Endpoint", parts: list[Piece], serving: "Serving") -
     stage, mailbox = endpoint.stage, serving.mailbox
 
     def stage_one(number: int, piece: Piece) -> Routine[None]:
-        slot = yield from stage.take(leave=1)  # for what we fetch: peers may wait for that
+        slot = yield from stage.take(leave=KEPT_TO_FETCH)
         try:
             yield from copied(endpoint.arena, stage.arena, piece.into_slot(slot))
             serving.peer.send(Staged(serving.begin.transfer, number, slot))
@@ -147,7 +166,7 @@ def _fetch_one(endpoint: "Endpoint", source: "Source", parts: list[Piece]) -> Ro
     staged = yield from source.mailbox.wait(Staged)
     there = _address(source, staged, parts)
     piece, stage, engine = parts[staged.piece], endpoint.stage, source.card.engine
-    slot = yield from stage.take()
+    slot = yield from stage.take(engine)
     flights: list[Flight] = []
     try:
         whole = Copies.one(there, stage.arena.address + slot, piece.copies.total)

@@ -101,6 +101,37 @@ def test_a_peer_that_we_have_disconnected_is_not_taken_for_dead():
         node.close()
 
 
+class Clinging(LocalTransport):
+    """An engine that does not let go of peers."""
+
+    def disconnect(self, peer: str) -> None:
+        super().disconnect(peer)
+        raise TransferError("nixlBackendError", kind="transport", peer=peer)
+
+
+def test_an_engine_that_does_not_let_go_of_a_peer_is_to_be_replaced():
+    """The error came out of `detach`, where somebody had more to undo: a consumer heard that its
+    transfer had stopped while bytes were on their way, and leases never ran out."""
+    fabric = Fabric()
+    here = Node(MANIFEST, transport=Clinging(fabric), is_started=False)
+    there = Node(MANIFEST, fabric, is_started=False)
+    endpoint, card = here.agent.endpoint, there.agent.endpoint.card
+    endpoint.attach(card, "a test")
+    fabric.cut(endpoint.transport.name, card.engine)
+    flight = endpoint.post("read", card.engine, Kinds(), Copies.one(card.base, card.base, 64))
+    flight.start()
+    assert endpoint.faulty_since is None
+    endpoint.broken.add(card.engine)
+    endpoint.detach(card.engine, "a test")
+    assert endpoint.faulty_since is not None
+    assert not flight.is_quiet
+    endpoint.replace_engine()
+    assert endpoint.faulty_since is None
+    assert flight.is_quiet
+    for node in (here, there):
+        node.close()
+
+
 class Nameless(LocalTransport):
     """An engine after which no other one can be told about."""
 

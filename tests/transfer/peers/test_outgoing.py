@@ -1,6 +1,9 @@
 """Agents that we dial: met, kept, given up when they are silent."""
 
 from collections.abc import Iterator
+from random import Random
+from threading import Event, Thread, Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from kvstow.errors import TransferError
 from kvstow.plan.manifest import encode
 from kvstow.transfer.channel.messages import AnyMessage, End, Stopped
+from kvstow.transfer.peers.outgoing import Peers
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, hybrid_layout, rows_for
@@ -130,3 +134,30 @@ def test_what_is_sent_before_the_agent_knows_us_does_not_make_us_a_stranger():
     assert reader.messages == [Stopped(7)]
     for node in (here, there):
         node.close()
+
+
+def test_a_message_is_heard_while_another_thread_asks_for_its_agent():
+    """Whoever is asked for becomes the latest of all: a message that came at that very moment was
+    heard by nobody."""
+    where = ("tcp://127.0.0.1:5000", "")
+    peers = Peers(SimpleNamespace(random=Random(1)), None)  # type: ignore[arg-type]
+    peer: Any = peers.at(*where)
+    peer.line, heard = "line", []
+    peer.hear = heard.append
+    is_out, may_go_on = Event(), Event()
+
+    class Slow(dict[Any, Any]):
+        def pop(self, *key: Any) -> Any:
+            there = super().pop(*key)
+            is_out.set()
+            may_go_on.wait(5)
+            return there
+
+    peers.all = Slow(peers.all)
+    asking = Thread(target=peers.at, args=where)
+    asking.start()
+    is_out.wait(5)
+    Timer(0.1, may_go_on.set).start()
+    peers.hear("line", "message")  # type: ignore[arg-type]
+    asking.join()
+    assert heard == ["message"]

@@ -220,3 +220,23 @@ def test_who_gives_up_before_the_lease_is_known_counts_when_it_is(monkeypatch):
     assert 2 not in leases
     assert made(leases, 3) == ["aborted"]
     assert made(leases, 3, now=20) == []
+
+
+def test_a_lease_that_is_granted_after_all_were_closed_ends_at_once():
+    """It was granted while its agent was closed, and nothing was left that could end it."""
+    leases = Leases()
+    before = made(leases, 1)
+    leases.close()
+    after = made(leases, 2)
+    assert before == after == ["closed"]
+    assert not len(leases)
+    assert leases.has_ended(2)
+
+
+def test_a_lease_that_cannot_be_given_back_keeps_no_other_from_its_end():
+    leases = Leases()
+    ended = [made(leases, id) for id in (1, 2, 3)]
+    leases._running[2].on_end = lambda reason: 1 / 0  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        leases.close()
+    assert ended == [["closed"], [], ["closed"]]

@@ -48,7 +48,7 @@ def status_document(agent: "Agent") -> bytes:
         "quarantined_rows": agent.quarantine.rows,
         "lent_blocks": len(lent) if lent is not None else 0,
         "answers": dict(agent.prefixes.answers),
-        "peers": [_outgoing(peer, now) for peer in tuple(agent.peers.all.values())],
+        "peers": [_outgoing(peer, now) for peer in agent.peers.every()],
         "guests": [_incoming(agent, peer, now) for peer in tuple(agent.server.incoming.values())],
         "slabs": asdict(owner.slab_map()) if isinstance(owner, Pool) else None,
         "events": [

@@ -5,9 +5,9 @@ Posts of ours are flights (`flight`): those that are under way are known here.
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from logging import getLogger
 
 import numpy as np
@@ -67,7 +67,8 @@ class Endpoint:
     `is_draining`, nothing shall begin to move. `moving` are pulls that have begun and not ended.
     Engines of peers are `broken` where a post to them has failed, until they are connected again,
     and `gone` where they were found to be dead, the latest last: one that is forgotten is found out
-    again. `wake` resumes the agent's routines, from any thread.
+    again. Our own engine has not let go of a peer, and is to be replaced, since `faulty_since`.
+    `wake` resumes the agent's routines, from any thread.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Endpoint:
         self.broken: set[str] = set()
         self.gone: dict[str, None] = {}
         self.moving: set[int] = set()
+        self.faulty_since: float | None = None
         self.wake: Callable[[], None] = lambda: None
         self.is_draining = False
         self.num_engines = 1
@@ -180,6 +182,7 @@ class Endpoint:
         self._users.clear()
         self._cards.clear()
         self.broken.clear()
+        self.faulty_since = None
         self.transport = fresh
         self.num_engines += 1
         self.card = card
@@ -246,7 +249,8 @@ class Endpoint:
         self._users.setdefault(card.engine, set()).add(user)
 
     def detach(self, engine: str, user: object) -> None:
-        """This user needs the agent no more: see `disconnect_idle`."""
+        """This user needs the agent no more: see `disconnect_idle`. Raises nothing: whoever calls
+        this has more to undo."""
         self._users.get(engine, set()).discard(user)
         if engine in self.broken:
             self._disconnect(engine)
@@ -264,8 +268,15 @@ class Endpoint:
         for flight in self.flights:
             if flight.peer == engine:
                 flight.give_up(lost(engine, "disconnected here"))
-        if self._users.pop(engine, None) is not None:
+        if self._users.pop(engine, None) is None:
+            return
+        try:
             self.transport.disconnect(engine)
+        except Exception as error:  # its posts were given up, and are not quiet
+            log.warning("agent %s: disconnecting %s: %s", self.name, engine, error)
+            self.note("turn-failed", {"error": str(error)})
+            if self.faulty_since is None:
+                self.faulty_since = self.clock()
 
     def note_gone(self, engine: str) -> None:
         """An engine was found to be dead."""
@@ -289,8 +300,10 @@ class Endpoint:
 
     def close(self) -> None:
         """Let go of the engine: all flights are quiet."""
-        self.worker.shutdown()
-        self._close_engine()
+        try:
+            self.worker.shutdown()
+        finally:
+            self._close_engine()
 
     # ── counters ──────────────────────────────────────────────────────────────────
 
@@ -329,6 +342,18 @@ class Endpoint:
     def note(self, what: str, facts: Mapping[str, Fact]) -> None:
         """Emit an event of this agent."""
         self.telemetry.events.emit("transfer", what, {"agent": self.name, **facts})
+
+    @contextmanager
+    def guard(self, what: str) -> Generator[None]:
+        """One turn of what goes on as long as the agent: where it raises, that is logged and
+        counted, and the next one comes."""
+        try:
+            yield
+        except Exception as error:
+            is_ours = isinstance(error, TransferError)
+            log.warning("agent %s: %s: %s", self.name, what, error, exc_info=not is_ours)
+            self.count(self.metrics.errors, what)
+            self.note("turn-failed", {"error": str(error)})
 
 
 def _known_identity(name: str, layout: Layout, identity: Identity | None) -> Identity:

@@ -32,7 +32,16 @@ from kvstow.transfer.channel.messages import (
     Welcome,
     Written,
 )
-from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Conversation, Loop, Mailbox, Routine, Task
+from kvstow.transfer.loop import (
+    AFTER_ERROR,
+    IDLE,
+    NOW_AND_THEN,
+    Conversation,
+    Loop,
+    Mailbox,
+    Routine,
+    Task,
+)
 from kvstow.transfer.options import SILENT_BEATS
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.probe import UNMEASURED, measure_path
@@ -306,23 +315,34 @@ class Peers:
             self.all[address, key] = peer  # the latest comes last
         return peer
 
+    def every(self) -> tuple[Outgoing, ...]:
+        """All of them, now: another thread may be asking for one."""
+        with self._lock:
+            return tuple(self.all.values())
+
     def upkeep(self) -> Routine[None]:
         """Forget agents that nobody needs any more, while there are too many; let go of the memory
         of those whose process has ended."""
         while True:
-            for peer in tuple(self.all.values()):
-                if peer.mapped is not None and peer.mapped.is_gone:
-                    peer.lose(lost(peer.name, "its process has ended"))
-            with self._lock:
-                excess = len(self.all) - MOST_PEERS
-                idle = [key for key, peer in self.all.items() if peer.is_idle]
-                forgotten = [self.all.pop(key) for key in idle[: max(0, excess)]]
-            for peer in forgotten:
-                peer.lose(lost(peer.name, "it is no longer needed"))
-            yield WATCH_SECONDS
+            wait = AFTER_ERROR
+            with self._endpoint.guard("peers"):
+                self._look()
+                wait = WATCH_SECONDS
+            yield wait
+
+    def _look(self) -> None:
+        for peer in self.every():
+            if peer.mapped is not None and peer.mapped.is_gone:
+                peer.lose(lost(peer.name, "its process has ended"))
+        with self._lock:
+            excess = len(self.all) - MOST_PEERS
+            idle = [key for key, peer in self.all.items() if peer.is_idle]
+            forgotten = [self.all.pop(key) for key in idle[: max(0, excess)]]
+        for peer in forgotten:
+            peer.lose(lost(peer.name, "it is no longer needed"))
 
     def hear(self, line: Session, message: AnyMessage) -> None:
         """Pass a message on to the agent whose line it came on."""
-        for peer in tuple(self.all.values()):
+        for peer in self.every():
             if peer.line == line:
                 peer.hear(message)

@@ -48,7 +48,7 @@ def measure_path(endpoint: Endpoint, peer: "Outgoing", card: Card) -> Routine[Pa
 def _slot_rate(endpoint: Endpoint, card: Card, nbytes: int) -> Routine[float]:
     """Bytes per second from a peer's slots to ours: into one that nobody else has meanwhile."""
     stage = endpoint.stage
-    slot = yield from stage.take()
+    slot = yield from stage.take(card.engine)
     flights: list[Flight] = []
     try:
         size = min(nbytes, stage.slot_bytes, card.stage.nbytes)

@@ -9,6 +9,7 @@ are safe (see `owner`).
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from typing import Literal
@@ -57,6 +58,7 @@ class Leases:
 
     def __init__(self) -> None:
         self._running: dict[int, Lease] = {}
+        self._is_closed = False
         self._heap: list[tuple[float, int]] = []
         self._ended: OrderedDict[int, EndReason] = OrderedDict()
         self._given_up: OrderedDict[int, int] = OrderedDict()
@@ -74,9 +76,12 @@ class Leases:
         return id in self._ended
 
     def grant(self, lease: Lease) -> None:
-        """Let a lease run, one that has ended here, too."""
+        """Let a lease run, one that has ended here, too. Where all were closed, it ends at once."""
         self._ended.pop(lease.id, None)
         self._running[lease.id] = lease
+        if self._is_closed:
+            self.end(lease.id, "closed")
+            return
         heapq.heappush(self._heap, (lease.deadline, lease.id))
         for _ in range(self._given_up.pop(lease.id, 0)):
             self.give_up(lease.id, None)
@@ -167,6 +172,8 @@ class Leases:
                 self.end(id, "expired")
 
     def close(self) -> None:
-        """End all of them."""
-        for id in list(self._running):
-            self.end(id, "closed")
+        """End all of them, and those that are granted from now on."""
+        self._is_closed = True
+        with ExitStack() as ends:  # all of them, whatever one raises
+            for id in list(self._running):
+                ends.callback(self.end, id, "closed")
