@@ -21,8 +21,16 @@ A ticket is checked when it is parsed (`Ticket.from_bytes`: is it whole?), by it
 it meets the producer in `check_request`: is it of this request? and then in `pull.meet`: did that
 agent write it?), and by its producer when a reader comes (`Leases.open`: does its lease run?).
 
-Late writes are contained in two places. `Flight.land` says when nothing of a post writes any more:
-only then are slots and counters given back. `Quarantine` has all that waits for that, or for a
-producer to stop: rows of failed pulls, and transfers that end; and it replaces the engine where
-nothing else helps. Mapped memory has no late writes.
+Late writes are contained by these, each for its own way of being late:
+
+    Flight.land             nothing of a post of ours writes any more: slots and counters come free
+    Quarantine.quiesced     rows of a failed pull wait for our posts, and for a producer to stop
+    serve.stopped           the producer's side of that: it says so when its posts are quiet
+    Server._end_earlier     an order on a line that was left does not begin after that
+    slots.stage_pieces      a slot is used again only when it was fetched; the producer is done when
+                            all were, so a slot that was used too soon is in no accepted pull
+    mapped.copied           a copy inside this machine leaves nothing under way
+    pull.check_still_ours   last of all, our rows must have kept their generations
+
+`Quarantine.upkeep` replaces the engine where waiting does not help.
 """

@@ -1,4 +1,7 @@
-"""A pull, from top to bottom: meet, plan, move, digests, fence, accept.
+"""A pull, from top to bottom: meet, plan, move, fence, digest, accept.
+
+Digests of memory that is mapped are counted before the fence, so that it covers what they have
+read; our own rows are counted, and both compared, after it.
 
 Several sources may bring parts of one request into the same rows; they are accepted together
 or not at all. Whatever goes wrong ends as a TransferError that names the rows of every group.

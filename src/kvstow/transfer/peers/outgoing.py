@@ -245,7 +245,6 @@ class Outgoing:
         if self.state == "ready":
             self._endpoint.metrics.peers.dec()
         self.state = "broken"
-        self._unmap()
         if self.line is not None:
             self._loop.channel.hang_up(self.line)
             self.line = None
@@ -258,6 +257,7 @@ class Outgoing:
         for reader in tuple(self.readers.values()):
             reader.lose(error)
         self._loop.wake_all()
+        self._unmap()  # last: a driver may refuse
 
     # ── messages ──────────────────────────────────────────────────────────────────
 
