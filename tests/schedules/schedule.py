@@ -167,7 +167,7 @@ class Schedule:
             disk = DiskFaults(
                 fails=some(0.8, 0.3),
                 breaks=some(0.6, 0.2),
-                syncs=some(0.9, 0.7),
+                syncs=some(0.9, 1.4),
                 lies=some(0.35, 0.9),
                 dies=some(0.6, 0.1),
             )
