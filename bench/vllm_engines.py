@@ -280,6 +280,24 @@ class Engine:
         """Forget what the device has cached; whether that could be done."""
         return self._llm.reset_prefix_cache()
 
+    def sleep(self) -> float:
+        """Give the device's memory back; the seconds that it took."""
+        started = time.perf_counter()
+        self._llm.sleep(level=1)
+        return round(time.perf_counter() - started, 2)
+
+    def wake(self) -> float:
+        """Take it again; the seconds that it took."""
+        started = time.perf_counter()
+        self._llm.wake_up()
+        return round(time.perf_counter() - started, 2)
+
+    def free_bytes(self) -> int:
+        """What is free of the device's memory."""
+        import torch
+
+        return torch.cuda.mem_get_info()[0]
+
     def close(self) -> float:
         """Shut down; the seconds that it took."""
         started = time.perf_counter()
@@ -395,6 +413,15 @@ class Remote:
 
     def reset(self) -> bool:
         return self._asked("reset")
+
+    def sleep(self) -> float:
+        return self._asked("sleep")
+
+    def wake(self) -> float:
+        return self._asked("wake")
+
+    def free_bytes(self) -> int:
+        return self._asked("free_bytes")
 
     def _asked(self, question: str) -> Any:
         self._pipe.send((question,))

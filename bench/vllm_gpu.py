@@ -52,8 +52,9 @@ from vllm_engines import (
 from vllm_failures import LEASE_SECONDS, measure_damage, measure_failures
 from vllm_others import others_slowed
 from vllm_pairs import Save, Settings, begun, computed_apart, counted, pair, prefilled
+from vllm_sleep import measure_sleep, sleepy_pair
 
-PARTS = ("handover", "failures", "damage", "block sizes")
+PARTS = ("handover", "failures", "damage", "block sizes", "sleep")
 HANDOVER = {
     "kvstow": connector("kvstow"),
     "kvstow, NIXL only": connector("kvstow", mapped=False),
@@ -256,6 +257,9 @@ def planned(
         )
         run = partial(measure_damage, settings=settings, save=save, shared=shared, folder=store)
         return [(engines, run)]
+    if part == "sleep":
+        engines = sleepy_pair(str(folder), settings.options, 8 << 30)
+        return [(engines, partial(measure_sleep, settings=settings, save=save))]
     transfer = connector("kvstow", lease_seconds=LEASE_SECONDS, transfer_seconds=5)
     engines = pair(str(folder), settings.options, transfer)
     return [(engines, partial(measure_failures, settings=settings, save=save))]
