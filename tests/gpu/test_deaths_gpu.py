@@ -54,6 +54,7 @@ def synchronize():
 
 
 def free_bytes():
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 

@@ -10,13 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.cuda import GROWTH, OPENING, compile_copies, gather, rounds, word_bytes
+from kvstow.memory.cuda import (
+    GROWTH,
+    OPENING,
+    compile_copies,
+    copy_grid,
+    gather,
+    rounds,
+    word_bytes,
+)
 from kvstow.memory.kernels import copy as kernels
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
-from patterns import pattern
+from kvstow.route.route import plan_route
+from patterns import fill, pattern
 from planning import attention
 
 
@@ -74,16 +84,60 @@ def test_the_gather_kernel_shares_long_copies_and_cuts_uneven_ones():
     assert torch.equal(destination, expected)
 
 
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ((16, "BLHNC"), (16, "BLHNC")),
+        ((16, "BLHNC"), (64, "BLHNC")),
+        ((64, "BLHNC"), (16, "BHLNC")),
+        ((8, "BLNHC"), (4, "LBHNC")),
+        ((1, "BLHNC"), (16, "BLNHC")),
+    ],
+)
+def test_the_kernel_copies_what_a_route_has_not_written_out(here, there):
+    """Beside the same route, written out and copied byte by byte."""
+    num_tokens = 3 * max(here[0], there[0]) - 1
+    layouts = [
+        packed(
+            grouped([attention(f"l.{i}", heads=2, dim=8, tokens=tokens) for i in range(3)]),
+            num_slabs=num_tokens // tokens + 4,
+            site=Site(order=order),
+        )
+        for tokens, order in (here, there)
+    ]
+    source, destination, expected = Arena(layouts[0]), Arena(layouts[1]), Arena(layouts[1])
+    fill(source, 1)
+    fill(destination, 2)
+    fill(expected, 2)
+    blocks = [
+        {
+            0: Blocks.first(
+                rng.permutation(np.arange(1, layout.num_blocks(0)))[: -(-num_tokens // t)]
+            )
+        }
+        for rng, layout, (t, _) in zip(
+            map(np.random.default_rng, (1, 2)), layouts, (here, there), strict=True
+        )
+    ]
+    route = plan_route(*layouts)
+    for start, place, size in triples(route.copies(*blocks, num_tokens)):
+        expected.bytes[place : place + size] = source.bytes[start : start + size]
+    for grid in route.grids(*blocks, num_tokens):
+        copy_grid(source.bytes, destination.bytes, grid)
+        copy_grid(source.bytes, destination.bytes, grid)  # its lanes are kept
+    assert torch.equal(destination.bytes, expected.bytes)
+
+
 def test_the_gather_kernel_is_compiled_for_words_and_for_no_number_of_copies():
-    kernel = kernels._copy_runs
+    kernel = kernels._copy_lanes
     asked = getattr(kernel, "kwargs", None) or vars(
         kernel
     )  # as the interpreter, or a device has it
-    assert set(asked["do_not_specialize"]) == {"num_runs", "num_units", "tiles"}
+    assert set(asked["do_not_specialize"]) == {"num_pairs", "num_lanes", "num_units", "tiles"}
     arena = Arena(flat())
-    with mock.patch.object(kernels, "copy_runs") as run:
+    with mock.patch.object(kernels, "copy_lanes") as run:
         compile_copies(arena.bytes, arena.layout)
-    assert {call.args[3] for call in run.call_args_list} == {16}
+    assert {call.args[4] for call in run.call_args_list} == {16}
     assert {call.kwargs["width"] for call in run.call_args_list} == set(kernels.WIDTHS)
     compile_copies(arena.bytes, arena.layout)  # and really
 

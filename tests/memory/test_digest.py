@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from kvstow.errors import BlockError, SpecError
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import DigestOf, _on_device, _parts, counted_states, digest, prepared
+from kvstow.memory.digest import (
+    Count,
+    DigestOf,
+    _on_device,
+    _parts,
+    counted_states,
+    digest,
+    prepared,
+)
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Site, packed
@@ -183,7 +191,7 @@ def part_of(arena: Arena, blocks: dict[int, Blocks], num_tokens: int, **which: A
 
 def kernel_digest(arena: Arena, blocks: dict[int, Blocks], num_tokens: int, **which: Any) -> int:
     """What the Triton kernel makes of host memory, in its interpreter."""
-    return _on_device(arena, [_parts(arena, DigestOf(blocks, num_tokens, **which))])()[0]
+    return Count(_on_device(arena, [_parts(arena, DigestOf(blocks, num_tokens, **which))]))()[0]
 
 
 @settings(max_examples=15)

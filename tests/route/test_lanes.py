@@ -13,9 +13,9 @@ from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.view import align_up
-from kvstow.route.blocks import BlockPairs, Blocks, Overlap, Tokens, block_pairs, cut_tokens
+from kvstow.route.blocks import Blocks, Tokens, block_pairs, cut_tokens
 from kvstow.route.copies import Copies
-from kvstow.route.lanes import Lanes, expanded
+from kvstow.route.lanes import Grid, Lanes
 from kvstow.route.route import Route, plan_route
 from planning import attention
 
@@ -152,7 +152,9 @@ def test_lanes_that_go_on_in_the_next_block_and_those_that_do_not_are_all_copied
         continues=np.array([True, False]),
     )
     ids = np.array([2, 3, 5])
-    found = expanded(BlockPairs(Overlap(0, 0, 1), ids, ids), lanes)
+    grid = Grid(lanes, ids, ids)
+    found = grid.written_out()
+    assert (len(grid), grid.nbytes) == (6, found.total)
     assert sorted(zip(found.source.tolist(), found.nbytes.tolist(), strict=True)) == [
         (16, 16),
         (40, 8),

@@ -9,7 +9,7 @@ On CUDA a copy runs on a stream of its own that starts after what the current st
 given by then. Nothing is copied before all of it has been found to lie inside both arenas.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_char, memmove
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -24,6 +24,7 @@ from kvstow.memory.arena import Arena, checked_ids
 from kvstow.plan.layout import Layout, page_runs
 from kvstow.plan.view import Ints, Run
 from kvstow.route.copies import Copies, cut
+from kvstow.route.lanes import Grid
 
 Method = Literal["memmove", "batch", "kernel", "plain"]
 Result = TypeVar("Result")
@@ -110,6 +111,29 @@ def copy(
     else:
         work = cuda.start(source, destination, copies, method, stream)
     return CopyHandle(source, destination, num_copies, nbytes, method, work)
+
+
+def copy_grids(source: Arena, destination: Arena, grids: Sequence[Grid]) -> CopyHandle:
+    """Start copying what a route has not written out inside one device, on its current stream: a
+    launch for each grid. A route's copies have all their destinations for themselves."""
+    for grid in grids:
+        for arena, ids, strides, starts in (
+            (source, grid.source, grid.lanes.source_stride, grid.lanes.copies.source),
+            (destination, grid.destination, grid.lanes.destination_stride,
+             grid.lanes.copies.destination),
+        ):  # fmt: skip
+            low, high = int(ids.min()), int(ids.max())
+            ends = starts + grid.lanes.copies.nbytes + high * strides
+            if low < 0 or (ends > arena.nbytes).any():
+                raise CopyError(f"blocks {low} to {high} are not all inside the arena")
+    return CopyHandle(
+        source,
+        destination,
+        num_copies=sum(map(len, grids)),
+        nbytes=sum(grid.nbytes for grid in grids),
+        method="kernel",
+        work=cuda.start_grids(source, destination, grids),
+    )
 
 
 # ── whole blocks ──────────────────────────────────────────────────────────────────────────

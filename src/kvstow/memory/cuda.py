@@ -2,9 +2,9 @@
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from kvstow.memory.arena import Arena
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints, align_up
 from kvstow.route.copies import Copies, cut
+from kvstow.route.lanes import Grid, Lanes
 
 CudaMethod = Literal["batch", "kernel", "plain"]
 
@@ -29,7 +30,17 @@ class StreamWork:
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
-    kept: torch.Tensor | None
+    kept: Sequence[torch.Tensor]
+
+
+def start_grids(source: Arena, destination: Arena, grids: Sequence[Grid]) -> StreamWork:
+    """Submit grids, one launch each, to the current stream of the device that has both arenas."""
+    with torch.cuda.device(destination.device):
+        stream = torch.cuda.current_stream()
+        kept = [copy_grid(source.bytes, destination.bytes, grid) for grid in grids]
+        event = torch.cuda.Event()
+        event.record(stream)
+    return StreamWork(stream, event, kept)
 
 
 def start(
@@ -45,10 +56,10 @@ def start(
         side = torch.cuda.Stream() if stream is None else stream
         for arena in arenas:
             side.wait_stream(torch.cuda.current_stream(arena.device))
-        kept = None
+        kept: list[torch.Tensor] = []
         if method == "kernel" and len(copies):
             with torch.cuda.stream(side):
-                kept = gather(source.bytes, destination.bytes, copies)
+                kept.append(gather(source.bytes, destination.bytes, copies))
         elif len(copies):
             submit = batch if method == "batch" else one_by_one
             submit(copies.moved(source.address, destination.address), side.cuda_stream)
@@ -166,24 +177,61 @@ def gather(
 
     What the kernel needs until it has run.
     """
-    from kvstow.memory.kernels.copy import TILE_BYTES, copy_runs
+    from kvstow.memory.kernels.copy import TILE_BYTES, copy_lanes
 
     numbers = copies.source, copies.destination, copies.nbytes
     word = word_bytes(source.data_ptr(), destination.data_ptr(), *numbers)
     even = cut(copies, align_up(UNEVEN * (copies.total // len(copies)), TILE_BYTES))
-    table = torch.as_tensor(np.stack((even.source, even.destination, even.nbytes)) // word)
+    still = np.zeros_like(even.nbytes)
+    columns = even.source, even.destination, even.nbytes, still, still
     device = source.device if source.device.type == "cuda" else destination.device
+    table = torch.as_tensor(np.concatenate((*columns, [0, 0])) // word)
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
+    lanes, pair = table[:-2].view(5, -1), table[-2:].view(2, 1)
     longest = int(even.nbytes.max())
-    copy_runs(source, destination, table, word, longest=longest, programs=programs)
+    copy_lanes(source, destination, pair, lanes, word, longest=longest, programs=programs)
     return table
+
+
+def copy_grid(
+    source: torch.Tensor, destination: torch.Tensor, grid: Grid, programs: int = MOST_PROGRAMS
+) -> torch.Tensor:
+    """Copy what a route has not written out, inside one device: only the pairs of blocks go there
+    each time. What the kernel needs until it has run."""
+    from kvstow.memory.kernels.copy import copy_lanes
+
+    word, lanes, longest = _lanes_there(
+        grid.lanes, word_bytes(source.data_ptr(), destination.data_ptr()), source.device
+    )
+    pairs = torch.as_tensor(np.concatenate((grid.source, grid.destination)), device=source.device)
+    copy_lanes(
+        source, destination, pairs.view(2, -1), lanes, word, longest=longest, programs=programs
+    )
+    return pairs
+
+
+@lru_cache(maxsize=256)
+def _lanes_there(lanes: Lanes, most: int, device: torch.device) -> tuple[int, torch.Tensor, int]:
+    """The words that lanes can be copied in, of at most so many bytes, the lanes on a device, and
+    the length of the longest."""
+    copies = lanes.copies
+    columns = (
+        copies.source,
+        copies.destination,
+        copies.nbytes,
+        lanes.source_stride,
+        lanes.destination_stride,
+    )
+    word = min(most, word_bytes(*columns))
+    table = torch.as_tensor(np.stack(columns) // word, device=device)
+    return word, table, int(copies.nbytes.max())
 
 
 def compile_copies(memory: torch.Tensor, layout: Layout) -> None:
     """Compile what copies of a layout's blocks and tokens run on a device, by copying a few bytes
     of it: for words as long as a cell's, and longer."""
-    from kvstow.memory.kernels.copy import WIDTHS, WORDS, copy_runs
+    from kvstow.memory.kernels.copy import WIDTHS, WORDS, copy_lanes
 
     numbers = [
         (*pages.offsets, *astuple(pages.place), pages.spec.cell_bytes)
@@ -192,11 +240,12 @@ def compile_copies(memory: torch.Tensor, layout: Layout) -> None:
     ]
     least = word_bytes(memory.data_ptr(), *map(np.array, numbers))
     room = torch.empty(max(WORDS), dtype=torch.uint8, device=memory.device)
-    table = torch.tensor([[0], [0], [1]], device=memory.device)
+    pair = torch.tensor([[0], [0]], device=memory.device)
+    lane = torch.tensor([[0], [0], [1], [0], [0]], device=memory.device)
     for word in WORDS:
         for width in WIDTHS:
             if word >= least:
-                copy_runs(memory, room, table, word, longest=word, programs=1, width=width)
+                copy_lanes(memory, room, pair, lane, word, longest=word, programs=1, width=width)
     if memory.device.type == "cuda":
         torch.cuda.current_stream(memory.device).synchronize()
 

@@ -95,16 +95,42 @@ class DigestOf:
             )
 
 
-def prepared(arena: Arena, digests: Sequence[DigestOf]) -> Callable[[], tuple[int, ...]]:
-    """Digests, ready to be taken: what can be done before the bytes are there is done.
+class Count:
+    """Digests, ready to be taken, as often as wanted: of the bytes as they lie when it is started.
 
-    What is returned counts the bytes as they lie when it is called, as often as it is called;
-    on CUDA, in the stream that is current now, and not in two threads at once.
+    On CUDA it runs in the stream that is current then, and not in two threads at once.
     """
+
+    def __init__(self, take: Callable[[], Callable[[], tuple[int, ...]]]) -> None:
+        self._take = take
+        self._values: Callable[[], tuple[int, ...]] | None = None
+
+    def start(self) -> None:
+        """Begin to count; on a device, without waiting for it."""
+        self._values = self._take()
+
+    def values(self) -> tuple[int, ...]:
+        """The digests, as soon as they are counted."""
+        assert self._values is not None, "start it first"
+        return self._values()
+
+    def __call__(self) -> tuple[int, ...]:
+        """Count, and wait for it."""
+        self.start()
+        return self.values()
+
+
+def prepared(arena: Arena, digests: Sequence[DigestOf]) -> Count:
+    """What counts digests: what can be done before the bytes are there is done."""
     parts = [_parts(arena, what) for what in digests]
     if arena.device.type == "cuda":
-        return _on_device(arena, parts)
-    return lambda: tuple(sum(_on_host(arena, p) for p in each) % MODULUS for each in parts)
+        return Count(_on_device(arena, parts))
+
+    def take() -> Callable[[], tuple[int, ...]]:
+        values = tuple(sum(_on_host(arena, p) for p in each) % MODULUS for each in parts)
+        return lambda: values
+
+    return Count(take)
 
 
 # ── what counts ───────────────────────────────────────────────────────────────────────────
@@ -258,13 +284,16 @@ def _on_host(arena: Arena, part: Part) -> int:
 # ── on a device ───────────────────────────────────────────────────────────────────────────
 
 
-def _on_device(arena: Arena, digests: Sequence[Sequence[Part]]) -> Callable[[], tuple[int, ...]]:
-    """Several digests in one copy and one launch; what is returned launches it."""
+def _on_device(
+    arena: Arena, digests: Sequence[Sequence[Part]]
+) -> Callable[[], Callable[[], tuple[int, ...]]]:
+    """Several digests in one copy and one launch. What is returned launches it, and returns what
+    waits for its numbers."""
     from kvstow.memory.kernels.sums import block_sums
 
     parts = [part for each in digests for part in each]
     if not parts:
-        return lambda: (0,) * len(digests)
+        return lambda: lambda: (0,) * len(digests)
     unit = min(part.unit for part in parts)
     tables = [part.keys.in_words(unit) for part in parts]
     first_keys = accumulate((table.size for table in tables), initial=0)
@@ -288,9 +317,13 @@ def _on_device(arena: Arena, digests: Sequence[Sequence[Part]]) -> Callable[[], 
     lengths = [sum(len(part.offsets) * len(part.ids) for part in each) for each in digests]
     slices = [slice(*pair) for pair in pairwise(accumulate(lengths, initial=0))]
 
-    def take() -> tuple[int, ...]:
-        sums = launch().cpu().numpy().view(np.uint64)
-        return tuple(int(sums[each].sum(dtype=np.uint64)) for each in slices)
+    def take() -> Callable[[], tuple[int, ...]]:
+        sums = launch()
+        return lambda: values(sums)
+
+    def values(sums: torch.Tensor) -> tuple[int, ...]:
+        here = sums.cpu().numpy().view(np.uint64)
+        return tuple(int(here[each].sum(dtype=np.uint64)) for each in slices)
 
     return take
 

@@ -23,7 +23,7 @@ from kvstow.plan.layout import Layout, Placement
 from kvstow.plan.retention import Bools
 from kvstow.plan.sharing import Strip, collision, foreign_collision
 from kvstow.plan.view import Ints, ceil_div
-from kvstow.route.blocks import BlockPairs, Overlap, block_span
+from kvstow.route.blocks import Overlap, block_span
 from kvstow.route.copies import Copies
 from kvstow.route.overlap import Shared, shared
 
@@ -251,21 +251,36 @@ def _chains(copies: Copies, begins: Bools) -> tuple[Copies, Ints]:
 # ── the copies of many pairs ──────────────────────────────────────────────────────────
 
 
-def expanded(pairs: BlockPairs, lanes: Lanes) -> Copies:
-    """The lanes of all pairs; those that go on in the next block's are one copy."""
-    s_ids, d_ids = pairs.source, pairs.destination
-    none = np.zeros_like(s_ids)
-    if not lanes.continues.any():
-        return _placed(s_ids, d_ids, none, lanes)
-    follows = (s_ids[1:] == s_ids[:-1] + 1) & (d_ids[1:] == d_ids[:-1] + 1)
-    ends = np.concatenate(([0], np.flatnonzero(~follows) + 1, [len(s_ids)]))
-    first, more = ends[:-1], np.diff(ends) - 1
-    parts: list[Copies] = []
-    if not lanes.continues.all():
-        parts.append(_placed(s_ids, d_ids, none, lanes.take(~lanes.continues)))
-        lanes = lanes.take(lanes.continues)
-    parts.append(_placed(s_ids[first], d_ids[first], more, lanes))
-    return Copies.joined(parts)
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """The lanes of many pairs of blocks: every lane of every pair is a copy, not written out."""
+
+    lanes: Lanes
+    source: Ints
+    destination: Ints
+
+    def __len__(self) -> int:
+        return len(self.lanes) * len(self.source)
+
+    @property
+    def nbytes(self) -> int:
+        return self.lanes.copies.total * len(self.source)
+
+    def written_out(self) -> Copies:
+        """All of them; those that go on in the next block's are one copy."""
+        s_ids, d_ids, lanes = self.source, self.destination, self.lanes
+        none = np.zeros_like(s_ids)
+        if not lanes.continues.any():
+            return _placed(s_ids, d_ids, none, lanes)
+        follows = (s_ids[1:] == s_ids[:-1] + 1) & (d_ids[1:] == d_ids[:-1] + 1)
+        ends = np.concatenate(([0], np.flatnonzero(~follows) + 1, [len(s_ids)]))
+        first, more = ends[:-1], np.diff(ends) - 1
+        parts: list[Copies] = []
+        if not lanes.continues.all():
+            parts.append(_placed(s_ids, d_ids, none, lanes.take(~lanes.continues)))
+            lanes = lanes.take(lanes.continues)
+        parts.append(_placed(s_ids[first], d_ids[first], more, lanes))
+        return Copies.joined(parts)
 
 
 def _placed(s_ids: Ints, d_ids: Ints, more: Ints, lanes: Lanes) -> Copies:

@@ -32,7 +32,7 @@ from kvstow.route.blocks import (
 )
 from kvstow.route.compare import differences
 from kvstow.route.copies import Copies
-from kvstow.route.lanes import Lanes, LayerSet, Rows, expanded, lanes
+from kvstow.route.lanes import Grid, Lanes, LayerSet, Rows, lanes
 from kvstow.route.overlap import Box, shared
 
 Claims = Mapping[str, Mapping[str, Sequence[Box]]]
@@ -58,6 +58,12 @@ class GroupPair:
     def destination(self) -> Group:
         return self.layouts[1].groups[self.groups[1]].group
 
+    def blocks(
+        self, source: Mapping[int, Blocks], destination: Mapping[int, Blocks]
+    ) -> tuple[Blocks, Blocks]:
+        """Their blocks among those of all groups."""
+        return source[self.groups[0]], destination[self.groups[1]]
+
     @property
     def spans(self) -> tuple[int, int]:
         """Tokens per block on either side."""
@@ -81,20 +87,24 @@ class GroupPair:
             for first, end in zip(start.tolist(), end.tolist(), strict=True)
         )
 
-    def copies(self, source: Blocks, destination: Blocks, tokens: Tokens) -> Copies:
-        """The copies of one request in these two groups, by destination."""
+    def grids(self, source: Blocks, destination: Blocks, tokens: Tokens) -> list[Grid]:
+        """The copies of one request in these two groups: a grid for each kind of block pair."""
         check_ids(self.layouts[0], self.groups[0], source, "source")
         check_ids(self.layouts[1], self.groups[1], destination, "destination")
         if not len(destination):
-            return Copies.none()
+            return []
         check_held(self.source, source, tokens, "source")
         check_held(self.destination, destination, tokens, "destination")
         brought = tokens.of(self.destination)
         if brought.first >= brought.end or not len(source):
-            return Copies.none()
+            return []
         pairs = block_pairs(source, destination, brought, self.spans)
-        parts = [expanded(each, self.lanes(each.overlap)) for each in pairs]
-        return Copies.joined(parts).merged()
+        return [Grid(self.lanes(overlap), here, there) for overlap, here, there in pairs]
+
+    def copies(self, source: Blocks, destination: Blocks, tokens: Tokens) -> Copies:
+        """The same written out, in the fewest pieces, by destination."""
+        grids = self.grids(source, destination, tokens)
+        return Copies.joined([grid.written_out() for grid in grids]).merged()
 
     def filled(self, source: Blocks, destination: Blocks, tokens: Tokens) -> Bools:
         """Which blocks of the destination get all that they have of the tokens."""
@@ -133,6 +143,21 @@ class Route:
         *,
         start_token: int = 0,
     ) -> Copies:
+        """The copies that bring tokens `[start_token, num_tokens)` of a request across, as few as
+        possible: `grids`, written out."""
+        tokens = self._tokens(source, destination, start_token, num_tokens)
+        return Copies.joined(
+            [pair.copies(*pair.blocks(source, destination), tokens) for pair in self.pairs]
+        )
+
+    def grids(
+        self,
+        source: Mapping[int, Blocks],
+        destination: Mapping[int, Blocks],
+        num_tokens: int,
+        *,
+        start_token: int = 0,
+    ) -> list[Grid]:
         """The copies that bring tokens `[start_token, num_tokens)` of a request across.
 
         Keys are group indices; offsets count from the start of either arena. What the
@@ -144,15 +169,25 @@ class Route:
         last tokens travel with the slots behind them in their blocks. Recurrent and encoder
         groups are brought whole, whatever `start_token` is.
         """
+        tokens = self._tokens(source, destination, start_token, num_tokens)
+        return [
+            grid
+            for pair in self.pairs
+            for grid in pair.grids(*pair.blocks(source, destination), tokens)
+        ]
+
+    def _tokens(
+        self,
+        source: Mapping[int, Blocks],
+        destination: Mapping[int, Blocks],
+        start_token: int,
+        num_tokens: int,
+    ) -> Tokens:
+        """What is to be brought, once it is certain that all groups are listed."""
         if not 0 <= start_token <= num_tokens:
             raise RouteError((f"tokens [{start_token}, {num_tokens}) are no interval from 0 on",))
         self._check_listed(source, destination)
-        tokens = Tokens(start_token, num_tokens)
-        parts = [
-            pair.copies(source[pair.groups[0]], destination[pair.groups[1]], tokens)
-            for pair in self.pairs
-        ]
-        return Copies.joined(parts)
+        return Tokens(start_token, num_tokens)
 
     def filled(
         self,

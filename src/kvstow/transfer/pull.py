@@ -1,7 +1,7 @@
 """A pull, from top to bottom: meet, plan, move, fence, digest, accept.
 
-Digests of memory that is mapped are counted before the fence, so that it covers what they have
-read; our own rows are counted, and both compared, after it.
+Digests are counted before the fence, so that it covers what those of mapped memory have read, and
+compared after it.
 
 Several sources may bring parts of one request into the same rows; they are accepted together
 or not at all. Whatever goes wrong ends as a TransferError that names the rows of every group.
@@ -16,10 +16,12 @@ from typing import Literal
 
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
+from kvstow.memory.digest import Count
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens, block_span
 from kvstow.route.copies import Copies
+from kvstow.route.lanes import Grid
 from kvstow.route.route import Claims
 from kvstow.route.ways import LONG_BYTES
 from kvstow.transfer.channel.messages import Begun, Ids, Sample, TellDigest, Write, Written
@@ -43,7 +45,8 @@ from kvstow.transfer.transport.mapped import MappedPeer, copy_mapped
 
 log = logging.getLogger(__name__)
 
-Count = Callable[[], Routine[tuple[int, ...]]]
+
+CountRoutine = Callable[[], Routine[tuple[int, ...]]]
 
 INLINE_BYTES = LEAST_SHARE * 8 << 20
 """A sample of no more than so many bytes is counted in the agent's own thread, made ready while the
@@ -75,6 +78,12 @@ class Order:
         return source.route.copies(
             offered, self.into, self.num_tokens, start_token=self.start_token
         )
+
+    def grids(self, source: Source) -> list[Grid]:
+        """The same, not written out."""
+        assert source.route is not None
+        offered = source.ticket.blocks_of(self.num_tokens)
+        return source.route.grids(offered, self.into, self.num_tokens, start_token=self.start_token)
 
 
 def written_rows(layout: Layout, into: Mapping[int, Blocks], tokens: Tokens) -> dict[int, Blocks]:
@@ -119,15 +128,14 @@ def pull(
         parts = samples(layouts, *tokens, order.digest, random=endpoint.random)
         for source, plan in zip(sources, plans.plans(sources), strict=True):
             begin(endpoint, order, source, plan, parts)
-        counts: list[Count] = []
+        counts: list[CountRoutine] = []
         with ready_reads(endpoint, sources) as reads:
             moves = (move(endpoint, order, source) for source in sources)
             yield from together(*moves, ready_counts(endpoint, order, sources, parts, counts))
-            there = yield from together(*(count() for count in counts[1:]))
+            digests = yield from together(*(count() for count in counts))
             yield from together(*map(check_fence, sources, reads))
         if parts:
-            here = yield from counts[0]()
-            yield from compare_digests(here, there, sources, parts)
+            yield from compare_digests(digests[0], digests[1:], sources, parts)
         check_still_ours(endpoint, order)
     except Exception as error:
         fault = naming_rows(endpoint, order, sources, error)
@@ -234,9 +242,9 @@ def move(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
 def copy_rows(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
     """Copy what we want out of the producer's arena, which is memory of ours."""
     assert source.mapped is not None
-    copies = order.copies(source)
-    yield from copy_mapped(endpoint, source.mapped, copies)
-    source.nbytes, source.descriptors = copies.total, len(copies)
+    grids = order.grids(source)
+    source.descriptors = yield from copy_mapped(endpoint, source.mapped, grids)
+    source.nbytes = sum(grid.nbytes for grid in grids)
 
 
 def read(endpoint: Endpoint, order: Order, source: Source) -> Routine[None]:
@@ -280,12 +288,12 @@ def ready_counts(
     order: Order,
     sources: Sequence[Source],
     parts: tuple[Sample, ...],
-    counts: list[Count],
+    counts: list[CountRoutine],
 ) -> Routine[None]:
     """How to count digests: of our own rows first; then of those of every source that is mapped.
 
-    A small sample is made ready while rows move, after other pulls have begun, and counted at once;
-    anything larger is counted in another thread.
+    A sample that is small, or on a device, is made ready while rows move, after other pulls have
+    begun, and counted at once; anything else is counted in another thread.
     """
     rows: list[tuple[MappedPeer | None, Arena, Mapping[int, Blocks], Claims | None]]
     rows = [(None, endpoint.arena, order.into, None)]
@@ -296,16 +304,18 @@ def ready_counts(
     nbytes = sum(len(b) * endpoint.layout.row_bytes(g) for g, b in order.into.items())
     for peer, arena, blocks, claims in rows if parts else ():
         what = arena, blocks, parts, claims
-        if order.digest == "sample" and nbytes <= INLINE_BYTES:
+        if order.digest == "sample" and (endpoint.kind == "VRAM" or nbytes <= INLINE_BYTES):
             yield AT_ONCE
             counts.append(partial(at_once, ready_digests(*what)))
         else:
             counts.append(partial(in_worker, endpoint, partial(digests, *what), peer))
 
 
-def at_once(count: Callable[[], tuple[int, ...]]) -> Routine[tuple[int, ...]]:
-    return count()
-    yield
+def at_once(count: Count) -> Routine[tuple[int, ...]]:
+    """Count here, side by side with others on a device."""
+    count.start()
+    yield AT_ONCE
+    return count.values()
 
 
 def compare_digests(

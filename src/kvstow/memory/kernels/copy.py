@@ -3,8 +3,9 @@
 # ruff: noqa: N803
 """A kernel that copies many runs of bytes in one launch, pinned host memory included.
 
-The runs are cut into tiles; so many programs as are allowed take the tiles in turns. A step of a
-program copies a stretch of one long run, or several short runs at once.
+Runs are lanes of pairs of blocks, or of one pair whose lanes are all there is. They are cut into
+tiles; so many programs as are allowed take the tiles in turns. A step of a program copies a stretch
+of one long run, or several short runs at once.
 """
 
 import torch
@@ -23,22 +24,32 @@ WIDTHS = (256, 1 << 10, 4 << 10, STEP_BYTES)
 """Bytes of each run that one step copies, for each of which there is a kernel."""
 
 
-@triton.jit(do_not_specialize=("num_runs", "num_units", "tiles"))  # one kernel for all numbers
-def _copy_runs(
-    source, destination, table, num_runs, num_units, tiles,
-    RUNS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+@triton.jit(
+    do_not_specialize=("num_pairs", "num_lanes", "num_units", "tiles"),  # one kernel for all
+    do_not_specialize_on_alignment=("pairs", "lanes"),
+)
+def _copy_lanes(
+    source, destination, pairs, lanes, num_pairs, num_lanes, num_units, tiles,
+    RUNS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, TWOS: tl.constexpr,
 ):  # fmt: skip
-    """Unit `u` is tile `u % tiles` of runs `[u // tiles * RUNS, … + RUNS)`."""
+    """Unit `u` is a tile of some lanes of a pair of blocks: tiles first, then lanes, then pairs."""
+    parts = tl.cdiv(num_lanes, RUNS) * tiles
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
-        run = unit // tiles * RUNS + tl.arange(0, RUNS)
-        start = tl.load(table + run, mask=run < num_runs, other=0)
-        place = tl.load(table + num_runs + run, mask=run < num_runs, other=0)
-        count = tl.load(table + 2 * num_runs + run, mask=run < num_runs, other=0)
-        if PAIRS:  # words of 8 bytes that come in twos: 16 bytes per access
+        pair, part = unit // parts, unit % parts
+        lane = part // tiles * RUNS + tl.arange(0, RUNS)
+        is_lane = lane < num_lanes
+        here = tl.load(pairs + pair)
+        there = tl.load(pairs + num_pairs + pair)
+        start = tl.load(lanes + lane, mask=is_lane, other=0)
+        place = tl.load(lanes + num_lanes + lane, mask=is_lane, other=0)
+        count = tl.load(lanes + 2 * num_lanes + lane, mask=is_lane, other=0)
+        start += here * tl.load(lanes + 3 * num_lanes + lane, mask=is_lane, other=0)
+        place += there * tl.load(lanes + 4 * num_lanes + lane, mask=is_lane, other=0)
+        if TWOS:  # words of 8 bytes that come in twos: 16 bytes per access
             start = tl.multiple_of(start * 2, 2)
             place = tl.multiple_of(place * 2, 2)
             count = tl.multiple_of(count * 2, 2)
-        first = unit % tiles * TILE
+        first = part % tiles * TILE
         end = tl.minimum(count, first + TILE)
         for done in range(first, tl.max(end, axis=0), WIDTH):
             at = done + tl.arange(0, WIDTH)
@@ -47,39 +58,43 @@ def _copy_runs(
             tl.store(destination + place[:, None] + at[None, :], words, mask=inside)
 
 
-def copy_runs(
+def copy_lanes(
     source: torch.Tensor,
     destination: torch.Tensor,
-    table: torch.Tensor,
+    pairs: torch.Tensor,
+    lanes: torch.Tensor,
     word: int,
     *,
     longest: int,
     programs: int,
     width: int | None = None,
 ) -> None:
-    """Copy between two byte tensors, by a table that counts in words of `word` bytes.
+    """Copy every lane of every pair of blocks between two byte tensors.
 
-    `table` has three rows: where each run starts, where it goes, how long it is; the longest has
-    `longest` bytes. At most so many `programs` share the work. `width` is chosen by the longest,
-    unless it is given.
+    `pairs` has two rows: the number of the block here, and there. `lanes` has five, in words of
+    `word` bytes: where each lane starts in block 0, where it goes, how long it is, and how far
+    blocks are apart here and there. The longest has `longest` bytes. At most so many `programs`
+    share the work. `width` is chosen by the longest, unless it is given.
     """
     unit = min(word, 8)
     width = width or next((w for w in WIDTHS if longest <= w), STEP_BYTES)
     runs = STEP_BYTES // width
     tiles = ceil_div(longest, TILE_BYTES)
-    num_runs = table.shape[1]
-    num_units = ceil_div(num_runs, runs) * tiles
-    _copy_runs[(min(num_units, programs),)](
+    num_pairs, num_lanes = pairs.shape[1], lanes.shape[1]
+    num_units = num_pairs * ceil_div(num_lanes, runs) * tiles
+    _copy_lanes[(min(num_units, programs),)](
         _words(source, unit),
         _words(destination, unit),
-        table,
-        num_runs,
+        pairs,
+        lanes,
+        num_pairs,
+        num_lanes,
         num_units,
         tiles,
         RUNS=runs,
         TILE=TILE_BYTES // unit,
         WIDTH=width // unit,
-        PAIRS=word == 16,
+        TWOS=word == 16,
         num_warps=8,
     )
 

@@ -14,9 +14,10 @@ closed as soon as no copy of ours runs.
 """
 
 import threading
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
-from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,7 @@ import torch
 
 from kvstow.errors import CopyError, NotShared, TransferError
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import CopyHandle, copy
+from kvstow.memory.copy import CopyHandle, copy, copy_grids
 from kvstow.memory.share import (
     Mapping,
     SharedArena,
@@ -39,6 +40,7 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies, chunks
+from kvstow.route.lanes import Grid
 from kvstow.transfer.loop import AT_ONCE, SOON, Routine
 from kvstow.transfer.tickets.owner import Owner
 
@@ -203,20 +205,29 @@ class MappedPeer:
         return counts if alive[0] == 1 else None
 
 
-def copy_mapped(endpoint: "Endpoint", peer: MappedPeer, copies: Copies) -> Routine[None]:
-    """Copy out of a peer's arena; nothing is under way when this has ended, however it does.
-    Places are offsets in the two arenas. Raises TransferError."""
-    parts = chunks(copies, STEP_BYTES) if endpoint.kind == "DRAM" else (copies,)
-    for part in parts:
+def copy_mapped(endpoint: "Endpoint", peer: MappedPeer, grids: Sequence[Grid]) -> Routine[int]:
+    """Copy out of a peer's arena, in how many pieces; nothing is under way when this has ended,
+    however it does. Raises TransferError."""
+    if endpoint.kind == "VRAM":
+        yield from ended(partial(copy_grids, peer.arena, endpoint.arena, grids))
+        return sum(map(len, grids))
+    copies = Copies.joined([grid.written_out() for grid in grids]).merged()
+    for part in chunks(copies, STEP_BYTES):
         yield AT_ONCE
         yield from copied(peer.arena, endpoint.arena, part)
+    return len(copies)
 
 
 def copied(source: Arena, destination: Arena, copies: Copies) -> Routine[None]:
     """Copy inside this machine; TransferError if that fails. Leaves nothing under way."""
+    return ended(partial(copy, source, destination, copies))
+
+
+def ended(start: Callable[[], CopyHandle]) -> Routine[None]:
+    """Start a copy, and wait for its end, whatever happens. Raises TransferError."""
     running: CopyHandle | None = None
     try:
-        running = copy(source, destination, copies)
+        running = start()
         while not running.poll():
             yield SOON
         running = None
