@@ -34,13 +34,16 @@ class StreamWork:
 
 
 def start_grids(source: Arena, destination: Arena, grids: Sequence[Grid]) -> StreamWork:
-    """Submit grids, one launch each, to the current stream of the device that has both arenas."""
+    """Submit grids inside one device, a launch each, to a stream that goes on after the current
+    one's present work: what is uploaded in that one meanwhile does not wait for the copy."""
     with torch.cuda.device(destination.device):
-        stream = torch.cuda.current_stream()
-        kept = [copy_grid(source.bytes, destination.bytes, grid) for grid in grids]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            kept = [copy_grid(source.bytes, destination.bytes, grid) for grid in grids]
         event = torch.cuda.Event()
-        event.record(stream)
-    return StreamWork(stream, event, kept)
+        event.record(side)
+    return StreamWork(side, event, kept)
 
 
 def start(

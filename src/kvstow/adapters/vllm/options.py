@@ -66,7 +66,7 @@ class ConnectorOptions:
     digest: DigestPolicy = "sample"
     direction: Way | Literal[""] = ""
     mapped: bool = True
-    early_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.01
+    early_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.02
     host_bytes: Count = 0
     host_shared: str = ""
     disk_path: str = ""
