@@ -292,6 +292,10 @@ class Engine:
         self._llm.wake_up()
         return round(time.perf_counter() - started, 2)
 
+    def name_weights(self, name: str) -> None:
+        """Say which weights these are: engines that were told the same share again."""
+        self._llm.update_weight_version(name)
+
     def free_bytes(self) -> int:
         """What is free of the device's memory."""
         import torch
@@ -422,6 +426,10 @@ class Remote:
 
     def free_bytes(self) -> int:
         return self._asked("free_bytes")
+
+    def name_weights(self, name: str) -> None:
+        self._pipe.send(("name_weights", name))
+        self.answer(60)
 
     def _asked(self, question: str) -> Any:
         self._pipe.send((question,))

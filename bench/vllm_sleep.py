@@ -35,6 +35,8 @@ def measure_sleep(engines: list[Remote], *, settings: Settings, save: Save) -> N
         result["sleep_s"] = prefill.sleep()
         result["gigabytes given back"] = round((prefill.free_bytes() - free) / 1e9, 2)
         result["wake_s"] = prefill.wake()
+        for engine in engines:  # sleep resets caches, as for new weights
+            engine.name_weights("as before")
         result["same text after"] = prefill.first({"prompt": prompt})["text"] == text
         result["hand-over after"] = handed(prefill, decode, settings.prompts(length + 1))
         result["counted"] = {
