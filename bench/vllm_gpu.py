@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--variants", nargs="+", choices=tuple(HANDOVER), default=list(HANDOVER))
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
+    parser.add_argument("--rounds", type=int, default=4, help="of requests beside hand-overs")
     parser.add_argument("--quick", action="store_true", help="few lengths, few repeats")
     parser.add_argument("--brief", action="store_true", help="hand-overs and cached prompts alone")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
@@ -267,13 +268,13 @@ def planned(
 
 def settings_of(chosen: argparse.Namespace, config: dict[str, Any]) -> Settings:
     options = EngineOptions(memory_bytes=20 << 30, eager=chosen.eager)
-    made = Settings(options, Prompts(config["vocab_size"]))
+    made = Settings(options, Prompts(config["vocab_size"]), rounds=chosen.rounds)
     if chosen.quick:
         made = replace(made, lengths=(2048, 8192, 16384), repeats=3, in_flight=(1, 16), burst=16)
-        made = replace(made, rounds=1, used=2500)
+        made = replace(made, rounds=1)
     if chosen.brief:
         made = replace(made, lengths=(64, 2048, 8192, 16384, 32000), in_flight=(1, 16))
-        made = replace(made, used=2500, brief=True)
+        made = replace(made, brief=True)
     if chosen.cpu:
         small = EngineOptions(memory_bytes=32 << 20, max_tokens=1024, cpu=True)
         made = Settings(small, made.prompts, (64, 700), (64,), 2, 1, (1, 4), 4, 200, 20, 300)

@@ -25,7 +25,7 @@ class Settings:
     in_flight: tuple[int, ...] = (1, 4, 16)
     burst: int = 24
     burst_tokens: int = 4096
-    used: int = 4000
+    used: int = 2500
     first: int = 2048
     unequal: tuple[int, ...] = (500, 2048, 8192)
     failing: int = 16384
