@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import torch
 from kvstow.adapters.vllm.mail import Inbox, MailAddress
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import EarlyAnswer, EngineRequest
-from kvstow.adapters.vllm.scheduler.early import EarlyPulls
 from kvstow.adapters.vllm.scheduler.parts import BlockHolds
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric
@@ -237,26 +235,6 @@ def test_a_pull_that_takes_longer_is_asked_for_in_later_steps_and_holds_its_bloc
         assert len(decode.found()) == WHOLE
         assert decode.engine.desk.matched("d", WHOLE * TOKENS) == 0
         assert decode.outcomes() == {"early_pulls late": 1}
-
-
-def test_in_a_burst_the_engine_does_not_wait_for_each_pull_before_it_hears_of_the_next():
-    with answering(0.05) as (prefill, decode, answer):
-        waits: list[bool] = []
-        hear_until = EarlyPulls._hear_until  # pyright: ignore[reportPrivateUsage]
-
-        def heard(early: EarlyPulls, until: float) -> None:
-            waits.append(until > 0)
-            hear_until(early, until)
-
-        with mock.patch.object(EarlyPulls, "_hear_until", heard):
-            for k in range(3):  # nobody answers: the first has used up what they may wait
-                prompt = [k, *PROMPT[1:]]
-                decode.arrives(prefill.prefill(THERE, prompt, id=f"p{k}"), prompt, id=f"d{k}")
-        assert waits == [True, False, False]
-        for _ in range(3):
-            answer("accepted")
-        decode.engine.desk.take_step(computes=False)
-        assert all(len(decode.found([k, *PROMPT[1:]])) == WHOLE for k in range(3))
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,6 @@ from kvstow.plan.retention import Full
 SPARE = 16
 """A part in so many of the pool stays free of early pulls."""
 
-SHARE = 0.1
-"""Of the engine's time, requests that are waited for may take so much: the steps of others wait,
-too. In a burst pulls run side by side, and are asked for in later steps."""
-
 MOST_TOKENS = 64
 """Of longer blocks a part, which is computed, may take longer than a load beside the steps."""
 
@@ -64,8 +60,6 @@ class EarlyPulls:
         self._unplanned: dict[str, int] = {}
         """By request that the engine has not planned yet, blocks that wait for it."""
         self._num_resets = 0
-        self._saved, self._since = self._seconds, time.monotonic()
-        """Seconds of waiting that the engine's time has earned, and until when."""
 
     def __len__(self) -> int:
         """Pulls that are not over."""
@@ -144,13 +138,8 @@ class EarlyPulls:
         over(outcome)
 
     def wait(self) -> None:
-        """Wait a moment for the pulls that run, unless others have waited for too much already."""
-        started = time.monotonic()
-        self._saved = min(self._seconds, self._saved + SHARE * (started - self._since))
-        is_patient = self._saved >= self._seconds / 2
-        self._hear_until(started + self._seconds if is_patient else 0.0)
-        self._since = time.monotonic()
-        self._saved -= self._since - started
+        """Wait a moment for the pulls that run."""
+        self._hear_until(time.monotonic() + self._seconds)
 
     def poll(self) -> None:
         """Hear which pulls have ended."""
