@@ -98,7 +98,8 @@ def section(table: Table, results: dict[str, Document]) -> str:
         parts.append(words(", ".join([source, *where(document)]) + "."))
     told = [f"{name.capitalize()}: {table[name]}." for name in ("baseline", "limit", "published")
             if name in table]  # fmt: skip
-    parts += [words(text) for text in (" ".join(told), table.get("text", "")) if text]
+    text = cell(table.get("text", ""), table, document or {}) if document else ""
+    parts += [words(part) for part in (" ".join(told), text) if part]
     return "\n\n".join(parts)
 
 
