@@ -44,7 +44,8 @@ NOTES = {
     "acceptance with and without kvstow was not compared.",
     "accepted": "Refused at start: which of several states is accepted is not certain.",
     "context": "Refused at start: a block's tokens are spread over ranks.",
-    "sleep": "From 0.33, refused at start before. Run with vLLM's calls, not on a GPU yet.",
+    "sleep": "From 0.33, refused at start before. Kinds without a version were run with vLLM's calls "
+    "alone, not on a GPU.",
 }
 
 ALL = {(kind, "context parallel"): ("❌", "context") for kind in KINDS}
@@ -52,6 +53,7 @@ ALL |= {(kind, "sleep"): ("🟠", "sleep") for kind in KINDS}
 ALL |= {(kind, "drafts"): ("🟠", "drafts") for kind in KINDS[1:]}
 LIMITS = ALL | {
     ("full attention", "drafts"): ("✅", "drafts"),
+    ("full attention", "sleep"): ("✅", "sleep"),
     ("recurrent states", "drafts"): ("❌", "accepted"),
     ("recurrent states", "other block size"): ("❌", "state"),
     ("recurrent states", "other tp"): ("✅", "states"),
@@ -68,6 +70,8 @@ BENCHES = {
     ("full attention", "hand-over"): ("vllm_gpu.json", "dense"),
     ("windows, chunks", "hand-over"): ("vllm_gpu_hybrid.json", "hybrid"),
     ("full attention", "offload"): ("vllm_offload_gpu.json", "dense"),
+    ("full attention", "other block size"): ("vllm_block_sizes.json", "dense"),
+    ("full attention", "sleep"): ("vllm_gpu.json", "dense"),
 }
 """Results of benches that compare texts on a GPU, too."""
 
