@@ -119,7 +119,8 @@ class Stats:
 def pull(
     endpoint: Endpoint, order: Order, sources: Sequence[Source], plans: SourcePlans
 ) -> Routine[Stats]:
-    """Bring what the order wants; what that took, or a TransferError that names the rows."""
+    """Bring what the order wants; what that took, or a TransferError that names the rows. Where it
+    has succeeded, the sources wait to be told."""
     started = endpoint.clock()
     try:
         yield from meet_all(endpoint, sources)
@@ -142,9 +143,6 @@ def pull(
         for source in sources:
             source.stop(fault)
         raise fault from error
-    for source in sources:
-        source.end("accepted")
-        source.forget()
     return Stats(
         nbytes=sum(source.nbytes for source in sources),
         descriptors=sum(source.descriptors for source in sources),

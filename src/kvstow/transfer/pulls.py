@@ -161,10 +161,19 @@ class Pulls:
             yield from self._quarantine.quiesced(sources, order.num_rows)
             self._end_quarantine(transfer)
             return
+        try:
+            self._accept(transfer, sources, stats)
+        finally:
+            for source in sources:  # whoever waits for the rows has them by now
+                source.end("accepted")
+                source.forget()
+
+    def _accept(self, transfer: Transfer, sources: Sequence[Source], stats: Stats) -> None:
+        """The rows may be used."""
         self._count(transfer, sources, "accepted")
-        filled = _filled(order, sources)
+        written, filled = transfer.order.written, _filled(transfer.order, sources)
         self._owner.defer(
-            lambda: self._owner.unquarantine(order.written, filled),
+            lambda: self._owner.unquarantine(written, filled),
             lambda error: transfer.end(None, bug("accepting a pull", error)),
         )
         del self.unquiet[transfer]
