@@ -71,7 +71,10 @@ TARGETS = {
         ("load", "_load", "_load_file", "_header", "_read_rows", "_drop"),
     ),
     "record": Target("offload/disk/format", ("offload/disk/test_format", "offload/disk/test_tier")),
-    "tree": Target("offload/disk/tree", ("offload/disk/test_tree", "offload/disk/test_tier")),
+    "tree": Target(
+        "offload/disk/tree",
+        ("offload/disk/test_tree", "offload/disk/test_tier", "offload/disk/test_opening"),
+    ),
     "recovery": Target(
         "offload/disk/opening",
         ("offload/disk/test_tier", "offload/disk/test_opening"),

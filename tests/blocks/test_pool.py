@@ -145,6 +145,17 @@ def test_only_slabs_with_held_rows_strand_their_free_ones() -> None:
     assert pool.num_stranded(0) == size - 1
 
 
+def test_cached_rows_beside_a_held_one_are_not_stranded() -> None:
+    pool = Pool(packed_layout(RECURRENT, 6))
+    size = rows_per_slab(pool, 0)
+    ids = pool.hold(0, 3)
+    pool.keep(0, ids)
+    pool.release(0, ids)
+    pool.share(0, ids[:1])
+    assert pool.num_cached(0) == 2
+    assert pool.num_stranded(0) == size - 3
+
+
 def test_check_names_the_numbers_that_do_not_add_up() -> None:
     pool = Pool(packed_layout(HYBRID, 6))
     ids = pool.hold(0, 4)

@@ -392,8 +392,6 @@ class Ledger:
             ids = [table.all_ids(slot) for slot in slots.tolist()]
             self.pool.release(g, ids[0] if len(ids) == 1 else np.concatenate((NONE, *ids)))
         for slot in map(int, slots):
-            for table in self._tables:
-                table.end[slot] = 0
             self._requests.close(slot)
 
     # ── integrity ─────────────────────────────────────────────────────────────────

@@ -77,9 +77,13 @@ def test_no_bytes_of_any_length_are_taken_for_a_header(size, fill):
     assert (decode_header(header().encode()[:size]) is None) == (size < 4096)
 
 
-@pytest.mark.parametrize("rows", [0, MAX_ROWS + 1, 1 << 31])
-def test_a_header_of_too_many_rows_is_none_though_its_checksum_is_right(rows):
+@pytest.mark.parametrize(
+    ("start", "value"),
+    [*((20, struct.pack("<I", rows)) for rows in (0, MAX_ROWS + 1, 1 << 31)), (0, b"kvstowF2")],
+    ids=["no rows", "a row too many", "many rows", "another format"],
+)
+def test_a_header_that_is_not_ours_is_none_though_its_checksum_is_right(start, value):
     data = bytearray(header().encode())
-    data[20:24] = struct.pack("<I", rows)
+    data[start : start + len(value)] = value
     data[4088:] = struct.pack("<Q", xxhash.xxh3_64(bytes(data[:4088])).intdigest())
     assert decode_header(bytes(data)) is None

@@ -21,7 +21,7 @@ from kvstow.offload.disk.inspect import survey, verify
 from kvstow.offload.disk.opening import stored_layout
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.rows import row_layout
-from kvstow.plan.manifest import encode
+from kvstow.plan.manifest import MAX_BYTES, encode
 from offloading import hybrid, numbered_key, numbered_row, row_files
 
 MIB = 1 << 20
@@ -63,6 +63,16 @@ def test_a_layout_that_does_not_say_which_computation_makes_the_rows_is_refused(
     (tmp_path / "layout.json").write_bytes(encode(replace(row_layout(hybrid()), identity=None)))
     with pytest.raises(StoreError, match=r"layout.json does not say which computation"):
         DiskTier(tmp_path, hybrid())
+
+
+def test_a_layout_that_is_too_long_is_refused(tmp_path):
+    made(tmp_path)
+    file = tmp_path / "layout.json"
+    file.write_bytes(file.read_bytes().ljust(MAX_BYTES))
+    assert stored_layout(tmp_path) == row_layout(hybrid())
+    file.write_bytes(file.read_bytes() + b" ")
+    with pytest.raises(StoreError, match=rf"layout.json cannot be read: .*at most {MAX_BYTES}"):
+        DiskTier(tmp_path)
 
 
 def test_whoever_makes_a_store_a_moment_later_must_have_the_same_layout(tmp_path, monkeypatch):
@@ -186,7 +196,17 @@ def test_other_names_in_the_tree_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["verify", "prune", "inspect"])
-@pytest.mark.parametrize("stated", [None, "{}", "[1", '{"format": 2, "capacity": 5}', "9" * 5000])
+@pytest.mark.parametrize(
+    "stated",
+    [
+        None,
+        "{}",
+        "[1",
+        '{"format": 2, "capacity": 5}',
+        '{"format": 3, "capacity": 0}',
+        "9" * 5000,
+    ],
+)
 def test_a_store_that_does_not_state_its_capacity_can_be_looked_after(tmp_path, command, stated):
     made(tmp_path)
     file = tmp_path / "store.json"

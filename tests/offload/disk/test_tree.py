@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvstow.offload.disk import tree as disk_tree
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.disk.tree import RowListing, Writers, _is_locked_now, walk
@@ -85,6 +88,16 @@ def test_a_walk_counts_a_file_once_whatever_its_names(tmp_path):
     assert sorted((file.group, len(file.keys)) for file in files) == [(0, 10), (0, 20), (1, 7)]
     assert sum(file.nbytes for file in files) == tier.usage.nbytes
     tier.close()
+
+
+def test_the_usage_costs_a_walk_only_fifty_walks_after_the_last_one(tmp_path, monkeypatch):
+    tree = DiskTier(tmp_path, hybrid(), capacity=MIB).tree
+    monkeypatch.setattr(disk_tree, "time", SimpleNamespace(monotonic=count().__next__))
+    monkeypatch.setattr(disk_tree, "walk", lambda root: walks.append(root) or [])
+    (tmp_path / "rows-0").mkdir()
+    walks = []  # each takes a second, as does a look at the usage
+    looks = [len(walks) for _ in range(150) if tree.usage]
+    assert [looks.count(n) for n in (1, 2)] == [50, 50]
 
 
 def test_a_listing_tells_what_came_and_went_whoever_did_it(tmp_path):

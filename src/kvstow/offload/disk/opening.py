@@ -125,8 +125,6 @@ def stated_layout(path: Path) -> Layout | None:
         return None
     with os.fdopen(fd, "rb") as file:
         data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise StoreError(f"{path}: layout.json is longer than {MAX_BYTES} bytes")
     try:
         return decode(data)
     except ManifestError as error:
