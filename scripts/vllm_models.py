@@ -44,8 +44,8 @@ NOTES = {
     "acceptance with and without kvstow was not compared.",
     "accepted": "Refused at start: which of several states is accepted is not certain.",
     "context": "Refused at start: a block's tokens are spread over ranks.",
-    "sleep": "From 0.33, refused at start before. Kinds without a version were run with vLLM's calls "
-    "alone, not on a GPU.",
+    "sleep": "From 0.33, refused at start before. Kinds without a version were run with vLLM's "
+    "calls alone, not on a GPU.",
 }
 
 ALL = {(kind, "context parallel"): ("❌", "context") for kind in KINDS}

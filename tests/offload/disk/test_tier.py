@@ -114,10 +114,13 @@ def test_keys_have_one_to_thirty_two_bytes(tmp_path, bad, what):
     tier.close()
 
 
-def test_rows_of_another_length_are_refused(tmp_path):
+@pytest.mark.parametrize("call", [DiskTier.store, DiskTier.load])
+def test_rows_of_another_length_or_number_are_refused(tmp_path, call):
     tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
     with pytest.raises(StoreError, match="a row of 3 bytes"):
-        tier.store(0, [b"a"], [np.zeros(3, np.uint8)])
+        call(tier, 0, [b"a"], [np.zeros(3, np.uint8)])
+    with pytest.raises(StoreError, match="2 keys for 1 rows"):
+        call(tier, 0, [b"a", b"b"], [numbered_row(tier, 0, 0)])
     tier.close()
 
 
