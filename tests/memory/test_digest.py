@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvstow.errors import BlockError, SpecError
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import (
-    Count,
+    DigestCount,
     DigestOf,
     _on_device,
     _parts,
@@ -191,7 +191,9 @@ def part_of(arena: Arena, blocks: dict[int, Blocks], num_tokens: int, **which: A
 
 def kernel_digest(arena: Arena, blocks: dict[int, Blocks], num_tokens: int, **which: Any) -> int:
     """What the Triton kernel makes of host memory, in its interpreter."""
-    return Count(_on_device(arena, [_parts(arena, DigestOf(blocks, num_tokens, **which))]))()[0]
+    return DigestCount(_on_device(arena, [_parts(arena, DigestOf(blocks, num_tokens, **which))]))()[
+        0
+    ]
 
 
 @settings(max_examples=15)

@@ -16,7 +16,7 @@ from examples import examples
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import (
     MODULUS,
-    Count,
+    DigestCount,
     DigestOf,
     _on_device,
     _parts,
@@ -216,7 +216,7 @@ def test_a_device_takes_all_samples_in_one_launch_and_finds_the_hosts_numbers(da
             for x in samples([layout], 0, num_tokens, "sample")
         ]
         parts = [_parts(arena, each) for each in wanted]
-        take = Count(_on_device(arena, parts))
+        take = DigestCount(_on_device(arena, parts))
         assert take() == prepared(arena, wanted)()
         arena.bytes.random_(0, 256)
         assert take() == prepared(arena, wanted)()

@@ -95,7 +95,7 @@ class DigestOf:
             )
 
 
-class Count:
+class DigestCount:
     """Digests, ready to be taken, as often as wanted: of the bytes as they lie when it is started.
 
     On CUDA it runs in the stream that is current then, and not in two threads at once.
@@ -120,17 +120,17 @@ class Count:
         return self.values()
 
 
-def prepared(arena: Arena, digests: Sequence[DigestOf]) -> Count:
+def prepared(arena: Arena, digests: Sequence[DigestOf]) -> DigestCount:
     """What counts digests: what can be done before the bytes are there is done."""
     parts = [_parts(arena, what) for what in digests]
     if arena.device.type == "cuda":
-        return Count(_on_device(arena, parts))
+        return DigestCount(_on_device(arena, parts))
 
     def take() -> Callable[[], tuple[int, ...]]:
         values = tuple(sum(_on_host(arena, p) for p in each) % MODULUS for each in parts)
         return lambda: values
 
-    return Count(take)
+    return DigestCount(take)
 
 
 # ── what counts ───────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import MODULUS, Count, DigestOf, counted_states, prepared
+from kvstow.memory.digest import MODULUS, DigestCount, DigestOf, counted_states, prepared
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import ceil_div
 from kvstow.route.blocks import Blocks, Tokens
@@ -71,7 +71,7 @@ def _states(layouts: Sequence[Layout], layer: str) -> int:
 
 def ready_digests(
     arena: Arena, blocks: Mapping[int, Blocks], parts: Sequence[Sample], claims: Claims | None
-) -> Count:
+) -> DigestCount:
     """What counts the digest of each sample; nothing counts of layers that this arena does not
     hold."""
     counts: list[DigestOf] = []

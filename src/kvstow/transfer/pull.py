@@ -16,7 +16,7 @@ from typing import Literal
 
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import Count
+from kvstow.memory.digest import DigestCount
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens, block_span
@@ -309,7 +309,7 @@ def ready_counts(
             counts.append(partial(in_worker, endpoint, partial(digests, *what), peer))
 
 
-def at_once(count: Count) -> Routine[tuple[int, ...]]:
+def at_once(count: DigestCount) -> Routine[tuple[int, ...]]:
     """Count here, side by side with others on a device."""
     count.start()
     yield AT_ONCE
