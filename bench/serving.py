@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ from asyncio import Future, get_running_loop
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -184,13 +186,13 @@ class Server(Remote):
 
 
 @asynccontextmanager
-async def running(*servers: Server) -> AsyncIterator[list[Server]]:
+async def running(servers: list[Server]) -> AsyncIterator[None]:
     """Servers that are ready; ended when the block is left, whatever happens."""
     try:
-        for step in (Server.imported, Server.start, Server.ready, Server.listen):
+        for step in (Server.start, Server.ready, Server.listen):
             for server in servers:
                 step(server)
-        yield list(servers)
+        yield
     finally:
         for server in servers:
             server.close()
@@ -355,13 +357,24 @@ async def scatter(servers: list[Server], prompts: Prompts, requests: int) -> Non
 # ── the tables ────────────────────────────────────────────────────────────────────────
 
 
+Measure = Callable[[list[Server], Figures], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """Servers that have not started, and what is measured of them."""
+
+    name: str
+    servers: list[Server]
+    measure: Measure
+
+
 @dataclass(frozen=True)
 class Table:
-    """What all tables need: what was chosen, a folder, whom to tell."""
+    """What all tables need: what was chosen, and a folder."""
 
     chosen: argparse.Namespace
     folder: Path
-    save: Callable[[str, Figures], None]
 
     def pick(self, gpu: Any, cpu: Any) -> Any:
         """How much is measured on a GPU, and on a CPU."""
@@ -383,20 +396,20 @@ class Table:
         (folder / "config.json").write_text(json.dumps(config))
         return str(folder), Prompts(config["vocab_size"])
 
-    async def each(self, variants: dict[str, Any], measure: Callable[..., Awaitable[None]]) -> None:
-        """Measure the variants that were named, or all. One's failure is a result, too."""
-        for name, variant in variants.items():
-            if self.chosen.variants and name not in self.chosen.variants:
-                continue
-            figures: Figures = {}
-            try:
-                await measure(variant, figures)
-            except Exception as error:
-                figures["error"] = repr(error)[:500]
-            self.save(name, figures)
+    def columns(
+        self, variants: dict[str, Any], servers: Callable[[Any], list[Server]], measure: Measure
+    ) -> list[Column]:
+        """A column for each variant that was named, or for all; their servers' processes import
+        vLLM side by side."""
+        named = self.chosen.variants or variants
+        return [
+            Column(name, servers(variant), measure)
+            for name, variant in variants.items()
+            if name in named
+        ]
 
 
-async def packed(table: Table) -> None:
+def packed(table: Table) -> list[Column]:
     """One connector, and the orders of the cache: all layers of a block in one row, or apart."""
     model, prompts = table.model(QWEN)
     real = {}
@@ -417,21 +430,23 @@ async def packed(table: Table) -> None:
             layout = {"VLLM_KV_CACHE_LAYOUT": order}
             variants[f"NixlConnector, {name}"] = (connector("NixlConnector"), layout)
 
-    async def measure(variant: Any, figures: Figures) -> None:
+    def servers(variant: Any) -> list[Server]:
         transfer, layout = variant
-        async with running(*pair(model, options, transfer, Server, **layout)) as servers:
-            await scatter(servers, prompts, table.pick(1500, 20))
-            for length in lengths:
-                await answers(asker(servers), [prompts(length) for _ in range(2)], 4, 1)
-                for load in table.pick((1, 8, 32, 64), (1, 4)):
-                    drawn = [prompts(length) for _ in range(max(8, 2 * load))]
-                    done = await measured(servers, drawn, table.pick(64, 16), load)
-                    figures[f"{length} tokens, {load} at once"] = done
+        return pair(model, options, transfer, Server, **layout)
 
-    await table.each(variants, measure)
+    async def measure(servers: list[Server], figures: Figures) -> None:
+        await scatter(servers, prompts, table.pick(1500, 20))
+        for length in lengths:
+            await answers(asker(servers), [prompts(length) for _ in range(2)], 4, 1)
+            for load in table.pick((1, 8, 32, 64), (1, 4)):
+                drawn = [prompts(length) for _ in range(max(8, 2 * load))]
+                done = await measured(servers, drawn, table.pick(64, 16), load)
+                figures[f"{length} tokens, {load} at once"] = done
+
+    return table.columns(variants, servers, measure)
 
 
-async def oss(table: Table) -> None:
+def oss(table: Table) -> list[Column]:
     """gpt-oss-20b's shape: 32 requests of 400 tokens, 16 out, four or all at once."""
     shapes = {"gpt-oss": GPT_OSS, "dense with gpt-oss's cache": GPT_OSS_DENSE}
     transfers = {
@@ -442,18 +457,22 @@ async def oss(table: Table) -> None:
     variants = {f"{s}, {t}": (shapes[s], transfers[t]) for s in shapes for t in transfers}
     options = table.options(12, 8192, attention_backend="TRITON_ATTN")
 
-    async def measure(variant: Any, figures: Figures) -> None:
-        config, transfer = variant
-        model, prompts = table.model(config)
-        made = pair(model, options, transfer, Server) if transfer else ()
-        async with running(*made or [Server(5600, model, options, None)]) as servers:
-            await scatter(servers, prompts, table.pick(1500, 20))
-            await answers(asker(servers), [prompts(400) for _ in range(2)], 16, 1)
-            for load in (4, 32):
-                drawn = [prompts(400) for _ in range(table.pick(32, 8))]
-                figures[f"{load} at once"] = await measured(servers, drawn, 16, load)
+    prompts = table.model(GPT_OSS)[1]
 
-    await table.each(variants, measure)
+    def servers(variant: Any) -> list[Server]:
+        config, transfer = variant
+        model, _ = table.model(config)
+        one = [Server(5600, model, options, None)]
+        return pair(model, options, transfer, Server) if transfer else one
+
+    async def measure(servers: list[Server], figures: Figures) -> None:
+        await scatter(servers, prompts, table.pick(1500, 20))
+        await answers(asker(servers), [prompts(400) for _ in range(2)], 16, 1)
+        for load in (4, 32):
+            drawn = [prompts(400) for _ in range(table.pick(32, 8))]
+            figures[f"{load} at once"] = await measured(servers, drawn, 16, load)
+
+    return table.columns(variants, servers, measure)
 
 
 def tiers(name: str, nbytes: int, folder: Path | None = None) -> dict[str, Any] | None:
@@ -486,76 +505,90 @@ async def settled(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-async def offload(table: Table) -> None:
+def offload(table: Table) -> list[Column]:
     """First tokens by length and by where a prompt's rows lie; throughput by share of hits."""
     model, prompts = table.model(LLAMA)
     gpu_names = ("none", "kvstow", "OffloadingConnector")
     names: tuple[str, ...] = table.pick(gpu_names, gpu_names[:2])
 
-    async def first_tokens(name: str, figures: Figures) -> None:
+    stores = {name: Path(tempfile.mkdtemp(dir=table.folder)) for name in names}
+
+    def tiered(name: str) -> list[Server]:
+        host, options = table.pick(13 << 30, 8 << 20), table.options(16, 91_000)
+        return [Server(5900, model, options, tiers(name, host, stores[name]))]
+
+    async def first_tokens(name: str, servers: list[Server], figures: Figures) -> None:
         """Prompts are computed, asked for again, lost by the device, and lost by the host."""
-        host = table.pick(13 << 30, 8 << 20)
-        options = table.options(16, 91_000)
+        (server,), store = servers, stores[name]
         lengths = table.pick((1024, 4096, 16384, 32768, 90000), (64, 512))
         drawn = {n: [prompts(n + 1) for _ in range(2 if n < 20_000 else 1)] for n in lengths}
         texts: dict[int, list[list[int]]] = {}
 
         async def note(kind: str, n: int) -> None:
-            before, done = await counted([server]), []
+            before, done = await counted(servers), []
             for prompt in drawn[n]:
                 if kind in ("host", "disk"):
                     await server.forget()
-                done.append(await asker([server])(prompt, 8))
+                done.append(await asker(servers)(prompt, 8))
             part: Figures = {
                 "median_ttft_ms": round(float(np.median([1000 * each.ttft for each in done])), 2),
                 "other_texts": sum(each.text not in texts.get(n, [each.text]) for each in done),
             }
             texts.setdefault(n, [each.text for each in done])
-            figures.setdefault(kind, {})[str(n)] = part | moved(before, await counted([server]))
+            figures.setdefault(kind, {})[str(n)] = part | moved(before, await counted(servers))
 
-        with tempfile.TemporaryDirectory(dir=table.folder) as store:
-            server = Server(5900, model, options, tiers(name, host, Path(store)))
-            async with running(server):
-                await server.generate(prompts(500), 8)
-                for n in lengths:
-                    for kind in ("cold", "device", "host")[: 2 if name == "none" else 3]:
-                        await note(kind, n)
-                    await settled(Path(store))
-                if name == "none":
-                    return
-                for _ in range(table.pick(26, 12)):  # what pushes the rest out of host memory
-                    await server.generate(prompts(table.pick(4096, 512)), 1)
-                await settled(Path(store))
-                for n in lengths:
-                    await note("disk", n)
+        await server.generate(prompts(500), 8)
+        for n in lengths:
+            for kind in ("cold", "device", "host")[: 2 if name == "none" else 3]:
+                await note(kind, n)
+            await settled(store)
+        if name == "none":
+            return
+        for _ in range(table.pick(26, 12)):  # what pushes the rest out of host memory
+            await server.generate(prompts(table.pick(4096, 512)), 1)
+        await settled(store)
+        for n in lengths:
+            await note("disk", n)
 
-    async def hit_rates(name: str, figures: Figures) -> None:
+    def hosted(name: str) -> list[Server]:
+        transfer = tiers(name, table.pick(64 << 30, 64 << 20))
+        return [Server(5900, model, table.options(6, 2048, blocks=40), transfer)]
+
+    async def hit_rates(name: str, servers: list[Server], figures: Figures) -> None:
         """Of so many requests, some are of a cycle of prompts that the host holds and the device
         does not; the others are new."""
         cycle, length = table.pick((160, 512), (24, 128))
         requests = table.pick(table.chosen.requests, 48)
-        transfer = tiers(name, table.pick(64 << 30, 64 << 20))
-        server = Server(5900, model, table.options(6, 2048, blocks=40), transfer)
-        async with running(server) as servers:
-            again = [prompts(length + 1) for _ in range(cycle)]
-            await answers(asker(servers), again, 1, 32)
-            for rate in (0, 20, 40, 60, 80, 100) if name != "none" else (0,):
-                draw, turn = Random(rate), count()
-                jobs = [
-                    again[next(turn) % cycle] if draw.random() < rate / 100 else prompts(length + 1)
-                    for _ in range(requests)
-                ]
-                figures[f"{rate} %"] = await measured(servers, jobs, 1, 32)
+        again = [prompts(length + 1) for _ in range(cycle)]
+        await answers(asker(servers), again, 1, 32)
+        for rate in (0, 20, 40, 60, 80, 100) if name != "none" else (0,):
+            draw, turn = Random(rate), count()
+            jobs = [
+                again[next(turn) % cycle] if draw.random() < rate / 100 else prompts(length + 1)
+                for _ in range(requests)
+            ]
+            figures[f"{rate} %"] = await measured(servers, jobs, 1, 32)
 
-    async def measure(name: str, figures: Figures) -> None:
-        for part, take in (("first tokens", first_tokens), ("hit rates", hit_rates)):
-            if part in table.chosen.parts:
-                await take(name, figures.setdefault(part, {}))
+    def part(name: str, measure: Callable[..., Awaitable[None]]) -> Measure:
+        async def take(servers: list[Server], figures: Figures) -> None:
+            await measure(name, servers, figures.setdefault(title, {}))
 
-    await table.each({name: name for name in names}, measure)
+        title = "first tokens" if measure is first_tokens else "hit rates"
+        return take
+
+    return [
+        column
+        for title, servers, measure in (
+            ("first tokens", tiered, first_tokens),
+            ("hit rates", hosted, hit_rates),
+        )
+        if title in table.chosen.parts
+        for name in names
+        for column in table.columns({name: name}, servers, part(name, measure))
+    ]
 
 
-async def conversations(table: Table) -> None:
+def conversations(table: Table) -> list[Column]:
     """Conversations of four turns of which a third fits, all turns of one number at once; with
     `--one-at-a-time` 14 of three turns, one request after the other."""
     model, prompts = table.model(LLAMA)
@@ -577,30 +610,33 @@ async def conversations(table: Table) -> None:
     else:
         variants = {f"{name}, one at a time": variant for name, variant in variants.items()}
 
-    async def measure(variant: Any, figures: Figures) -> None:
+    def servers(variant: Any) -> list[Server]:
         options, transfer = variant
-        async with running(Server(5900, model, options, transfer)) as servers:
-            rounds: list[list[float]] = []
-            for _ in range(table.chosen.rounds):
-                said = [prompts(first) for _ in range(talks)]
-                rounds.append([])
-                later: list[Answer] = []
-                for _ in range(turns):
-                    done = await answers(asker(servers), said, tokens, talks)
-                    rounds[-1].append(round(done["duration"], 3))
-                    texts = [answer.text for answer in done["answers"]]
-                    said = [a + b + prompts(more) for a, b in zip(said, texts, strict=True)]
-                    later += done["answers"] if len(rounds[-1]) > 1 else []
-            figures["seconds of each turn, by round"] = rounds
-            figures["turn 1, s"] = round(float(np.median([each[0] for each in rounds])), 3)
-            figures["later turns, s"] = round(float(np.median([sum(r[1:]) for r in rounds])), 3)
-            figures["later turns, last round"] = columns(later, sum(rounds[-1][1:]))
-            figures["moved"] = moved({}, await counted(servers))
+        return [Server(5900, model, options, transfer)]
 
-    await table.each(variants, measure)
+    async def measure(servers: list[Server], figures: Figures) -> None:
+        rounds: list[list[float]] = []
+        later: list[Answer] = []
+        for _ in range(table.chosen.rounds):
+            said = [prompts(first) for _ in range(talks)]
+            rounds.append([])
+            later = []
+            for _ in range(turns):
+                done = await answers(asker(servers), said, tokens, talks)
+                rounds[-1].append(round(done["duration"], 3))
+                texts = [answer.text for answer in done["answers"]]
+                said = [a + b + prompts(more) for a, b in zip(said, texts, strict=True)]
+                later += done["answers"] if len(rounds[-1]) > 1 else []
+        figures["seconds of each turn, by round"] = rounds
+        figures["turn 1, s"] = round(float(np.median([each[0] for each in rounds])), 3)
+        figures["later turns, s"] = round(float(np.median([sum(r[1:]) for r in rounds])), 3)
+        figures["later turns, last round"] = columns(later, sum(rounds[-1][1:]))
+        figures["moved"] = moved({}, await counted(servers))
+
+    return table.columns(variants, servers, measure)
 
 
-async def peers(table: Table) -> None:
+def peers(table: Table) -> list[Column]:
     """A prompt that engine A has just computed, asked of engine B: first tokens by length."""
     model, prompts = table.model(LLAMA)
     lengths = table.pick((2048, 4096, 8192, 16384, 32768, 48000), (128, 512))
@@ -620,31 +656,37 @@ async def peers(table: Table) -> None:
             "vLLM's p2p tier": connector("OffloadingConnector", cpu_bytes_to_use=host, **below),
         }[name]
 
-    async def measure(name: str, figures: Figures) -> None:
-        sides = [
+    def servers(name: str) -> list[Server]:
+        return [
             Server(5900 + 10 * i, model, options, side(name, i), PYTHONHASHSEED="0")
             for i in range(2)
         ]
-        async with running(*sides) as (a, b):
-            for n in (lengths[0], *lengths):  # first contact is overwritten by the second time
-                first, again, wrong, before = [], [], 0, await counted([b])
-                for _ in range(table.pick(4, 2)):
-                    prompt = prompts(n + 1)
-                    own = await a.generate(prompt, 8)
-                    await asyncio.sleep(1.0)  # it is stored meanwhile
-                    source = {"kv_request_id": f"p{time.monotonic_ns()}"}
-                    source |= {"remote_host": "127.0.0.1", "remote_port": ports[0]}
-                    params = {"remote_kv_source": source} if name != "computed again" else {}
-                    answer = await asker([b], **params)(prompt, 8)
-                    first.append(round(1000 * answer.ttft, 1))
-                    again.append(round(1000 * (await asker([b])(prompt, 8)).ttft, 1))
-                    wrong += answer.text != own["text"]
-                part = {"median_ttft_ms": float(np.median(first)), "each_ms": first}
-                part |= {"cached_ttft_ms": float(np.median(again)), "wrong_texts": wrong}
-                figures[str(n)] = part | moved(before, await counted([b]))
+
+    async def measure(servers: list[Server], figures: Figures, *, name: str) -> None:
+        a, b = servers
+        for n in (lengths[0], *lengths):  # first contact is overwritten by the second time
+            first, again, wrong, before = [], [], 0, await counted([b])
+            for _ in range(table.pick(4, 2)):
+                prompt = prompts(n + 1)
+                own = await a.generate(prompt, 8)
+                await asyncio.sleep(1.0)  # it is stored meanwhile
+                source = {"kv_request_id": f"p{time.monotonic_ns()}"}
+                source |= {"remote_host": "127.0.0.1", "remote_port": ports[0]}
+                params = {"remote_kv_source": source} if name != "computed again" else {}
+                answer = await asker([b], **params)(prompt, 8)
+                first.append(round(1000 * answer.ttft, 1))
+                again.append(round(1000 * (await asker([b])(prompt, 8)).ttft, 1))
+                wrong += answer.text != own["text"]
+            part = {"median_ttft_ms": float(np.median(first)), "each_ms": first}
+            part |= {"cached_ttft_ms": float(np.median(again)), "wrong_texts": wrong}
+            figures[str(n)] = part | moved(before, await counted([b]))
 
     names = ("computed again", "kvstow", "vLLM's p2p tier")
-    await table.each({name: name for name in table.pick(names, names[:2])}, measure)
+    return [
+        column
+        for name in table.pick(names, names[:2])
+        for column in table.columns({name: name}, servers, partial(measure, name=name))
+    ]
 
 
 TABLES = {each.__name__: each for each in (packed, oss, offload, conversations, peers)}
@@ -673,8 +715,28 @@ def main() -> None:
         print(f"{name}: {json.dumps(figures)}", flush=True)
         chosen.json.write_text(as_text(document))
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines end with us
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(TABLES[chosen.table](Table(chosen, Path(folder), save)))
+        asyncio.run(measure_all(TABLES[chosen.table](Table(chosen, Path(folder))), save))
+
+
+async def measure_all(columns: list[Column], save: Callable[[str, Figures], None]) -> None:
+    """One column after the other. One's failure is a result, too."""
+    servers = [server for column in columns for server in column.servers]
+    try:
+        for server in servers:
+            server.imported()
+        for column in columns:
+            figures: Figures = {}
+            try:
+                async with running(column.servers):
+                    await column.measure(column.servers, figures)
+            except Exception as error:
+                figures["error"] = repr(error)[:500]
+            save(column.name, figures)
+    finally:
+        for server in servers:
+            server.kill()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Copies inside one machine: byte-exact, nothing else touched, refused before anything copies."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,12 +10,14 @@ from hypothesis import strategies as st
 
 from kvstow.errors import BlockError, CopyError, SpecError
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import _copy_on_host, block_copies, choose_method, copy
+from kvstow.memory.copy import _copy_on_host, block_copies, choose_method, copy, copy_grids
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Window
+from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
+from kvstow.route.route import plan_route
 from patterns import fill, pattern
 from planning import attention
 
@@ -258,3 +262,13 @@ def test_short_copies_inside_host_memory_are_exact_at_every_length(unit, longest
     order = rng.permutation(count)
     _copy_on_host(copies.take(order).moved(*(each.ctypes.data for each in memory)))
     assert (memory[1] == expected).all()
+
+
+def test_grids_that_leave_an_arena_are_refused_before_a_device_is_asked():
+    layout = packed(grouped([attention("l.0", heads=2, dim=8, tokens=4)]), num_slabs=8)
+    here, there = Arena(layout), Arena(layout)
+    one = {0: Blocks.first([1])}
+    (grid,) = plan_route(layout, layout).grids(one, one, 4)
+    for wrong in (replace(grid, source=np.array([8])), replace(grid, destination=np.array([-1]))):
+        with pytest.raises(CopyError, match="inside the arena"):
+            copy_grids(here, there, [wrong])
