@@ -191,9 +191,8 @@ def part_of(arena: Arena, blocks: dict[int, Blocks], num_tokens: int, **which: A
 
 def kernel_digest(arena: Arena, blocks: dict[int, Blocks], num_tokens: int, **which: Any) -> int:
     """What the Triton kernel makes of host memory, in its interpreter."""
-    return DigestCount(_on_device(arena, [_parts(arena, DigestOf(blocks, num_tokens, **which))]))()[
-        0
-    ]
+    parts = _parts(arena, DigestOf(blocks, num_tokens, **which))
+    return DigestCount(_on_device(arena, [parts]))()[0]
 
 
 @settings(max_examples=15)
