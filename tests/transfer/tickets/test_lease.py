@@ -40,6 +40,15 @@ def test_a_lease_runs_out_when_its_time_is_over_and_not_before():
     assert caught.value.kind == "expired"
 
 
+def test_a_lease_that_has_ended_keeps_no_other_from_running_out():
+    leases = Leases()
+    ended = made(leases, 1)
+    made(leases, 2)
+    leases.end(1, "withdrawn")
+    assert expired(leases, 10) == {2}
+    assert ended == ["withdrawn"]
+
+
 def test_the_last_reader_that_accepts_ends_the_lease():
     leases = Leases()
     ended = made(leases, 1, readers=2)

@@ -168,7 +168,7 @@ class Leases:
             lease = self._running.get(id)
             if lease is not None and lease.deadline > now:  # renewed since it was pushed
                 heapq.heappush(self._heap, (lease.deadline, id))
-            elif lease is not None:
+            else:
                 self.end(id, "expired")
 
     def close(self) -> None:
