@@ -1,6 +1,7 @@
 """Opening a store: who may read it, what is not taken for it, what the system refuses."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -56,6 +57,20 @@ def test_a_capacity_that_is_not_given_again_stays_and_is_not_written_again(tmp_p
     DiskTier(tmp_path, capacity=2 * MIB).close()
     with contextlib.closing(DiskTier(tmp_path)) as tier:
         assert tier.capacity == 2 * MIB
+
+
+def test_a_capacity_that_cannot_be_written_down_is_used_all_the_same(tmp_path, monkeypatch, caplog):
+    made(tmp_path)
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with contextlib.closing(DiskTier(tmp_path, capacity=2 * MIB)) as tier:
+        assert tier.capacity == 2 * MIB
+    assert "its capacity is not written down: [Errno 28] No space left" in caplog.text
+    with contextlib.closing(DiskTier(tmp_path)) as tier:
+        assert tier.capacity == MIB
 
 
 def test_a_layout_that_does_not_say_which_computation_makes_the_rows_is_refused(tmp_path):

@@ -63,6 +63,13 @@ def one(num_blocks: int = 3) -> Ticket:
     )
 
 
+def test_for_fewer_tokens_than_all_only_whole_blocks_are_good():
+    ids = np.array([7, 8, 9])
+    ticket = replace(one(), blocks={0: Blocks(ids, np.arange(3), partial=np.array([1]))})
+    assert ticket.blocks_of(48)[0].ids.tolist() == [7, 8, 9]
+    assert ticket.blocks_of(47)[0].ids.tolist() == [7, 9]
+
+
 @given(tickets())
 def test_both_forms_give_the_ticket_back(ticket):
     for again in (Ticket.from_bytes(ticket.to_bytes()), Ticket.parse(str(ticket))):
