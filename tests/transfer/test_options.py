@@ -29,3 +29,9 @@ def test_a_staging_slot_has_a_least_size(slot_bytes):
 def test_a_way_or_a_policy_that_there_is_not_is_refused(word):
     with pytest.raises(SpecError, match=f"{next(iter(word))} is .*\n\nhint: one of"):
         Options(**word)
+
+
+def test_a_copy_has_at_least_one_program():
+    with pytest.raises(SpecError, match="copy_programs is 0, not at least 1"):
+        Options(copy_programs=0)
+    assert Options(copy_programs=8).copy_programs == 8

@@ -113,7 +113,9 @@ def copy(
     return CopyHandle(source, destination, num_copies, nbytes, method, work)
 
 
-def copy_grids(source: Arena, destination: Arena, grids: Sequence[Grid]) -> CopyHandle:
+def copy_grids(
+    source: Arena, destination: Arena, grids: Sequence[Grid], programs: int | None = None
+) -> CopyHandle:
     """Start copying what a route has not written out inside one device, on its current stream: a
     launch for each grid. A route's copies have all their destinations for themselves."""
     for grid in grids:
@@ -132,7 +134,7 @@ def copy_grids(source: Arena, destination: Arena, grids: Sequence[Grid]) -> Copy
         num_copies=sum(map(len, grids)),
         nbytes=sum(grid.nbytes for grid in grids),
         method="kernel",
-        work=cuda.start_grids(source, destination, grids),
+        work=cuda.start_grids(source, destination, grids, programs or cuda.MOST_PROGRAMS),
     )
 
 

@@ -33,14 +33,16 @@ class StreamWork:
     kept: Sequence[torch.Tensor]
 
 
-def start_grids(source: Arena, destination: Arena, grids: Sequence[Grid]) -> StreamWork:
+def start_grids(
+    source: Arena, destination: Arena, grids: Sequence[Grid], programs: int
+) -> StreamWork:
     """Submit grids inside one device, a launch each, to a stream that goes on after the current
     one's present work: what is uploaded in that one meanwhile does not wait for the copy."""
     with torch.cuda.device(destination.device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            kept = [copy_grid(source.bytes, destination.bytes, grid) for grid in grids]
+            kept = [copy_grid(source.bytes, destination.bytes, grid, programs) for grid in grids]
         event = torch.cuda.Event()
         event.record(side)
     return StreamWork(side, event, kept)

@@ -27,7 +27,8 @@ class Options:
     `quarantine_share` of all.
     `mapped` is whether peers on this node may map our memory, and we theirs. `direction` forces
     one way instead of measuring. `slot_bytes` is the size of each of four
-    slots: by default 2 MiB, and 32 where the arena is on a device.
+    slots: by default 2 MiB, and 32 where the arena is on a device. `copy_programs` is how many
+    programs a copy inside a device may have: fewer leave more of it to others, for longer.
     """
 
     lease_seconds: float = 30.0
@@ -40,6 +41,7 @@ class Options:
     mapped: bool = True
     direction: Way | None = None
     slot_bytes: int | None = None
+    copy_programs: int | None = None
     digest: DigestPolicy = "sample"
 
     def __post_init__(self) -> None:
@@ -52,6 +54,11 @@ class Options:
             raise SpecError(
                 f"slot_bytes is {self.slot_bytes}, not at least {LEAST_SLOT_BYTES}\n\n"
                 "hint: leave it out for 2 MiB, and 32 on a device"
+            )
+        if self.copy_programs is not None and self.copy_programs < 1:
+            raise SpecError(
+                f"copy_programs is {self.copy_programs}, not at least 1\n\n"
+                "hint: leave it out for two per multiprocessor of an H200"
             )
 
 

@@ -66,6 +66,7 @@ class ConnectorOptions:
     digest: DigestPolicy = "sample"
     direction: Way | Literal[""] = ""
     mapped: bool = True
+    copy_programs: Count = 0
     early_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.02
     host_bytes: Count = 0
     host_shared: str = ""
@@ -146,6 +147,7 @@ class ConnectorOptions:
             digest=self.digest,
             direction=self.direction or None,
             mapped=self.mapped,
+            copy_programs=self.copy_programs or None,
             quarantine_seconds=QUARANTINE_SECONDS,
         )
 

@@ -209,7 +209,8 @@ def copy_mapped(endpoint: "Endpoint", peer: MappedPeer, grids: Sequence[Grid]) -
     """Copy out of a peer's arena, in how many pieces; nothing is under way when this has ended,
     however it does. Raises TransferError."""
     if endpoint.kind == "VRAM":
-        yield from ended(partial(copy_grids, peer.arena, endpoint.arena, grids))
+        programs = endpoint.options.copy_programs
+        yield from ended(partial(copy_grids, peer.arena, endpoint.arena, grids, programs))
         return sum(map(len, grids))
     copies = Copies.joined([grid.written_out() for grid in grids]).merged()
     for part in chunks(copies, STEP_BYTES):
