@@ -54,7 +54,12 @@ TARGETS = {
     "lease": Target("transfer/tickets/lease", ("transfer/tickets/test_lease",)),
     "accept": Target(
         "transfer/pull",
-        ("transfer/test_pull", "laws/test_fence_law", "transfer/test_digests"),
+        (
+            "transfer/test_pull",
+            "laws/test_fence_law",
+            "transfer/test_digests",
+            "transfer/transport/test_mapped",
+        ),
         (
             "written_rows",
             "pull",

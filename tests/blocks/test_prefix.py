@@ -217,3 +217,4 @@ def test_a_listener_that_raises_changes_nothing_but_the_log(
         assert ledger.hit_tokens(prompt) == 8
     assert {event.kind for event in told} == {"stored", "removed"}
     assert "on purpose" in caplog.text
+    assert "prefixes: a listener missed 4 blocks" in caplog.text

@@ -81,10 +81,10 @@ def test_blocks_with_a_common_token_are_a_pair(data, s_span, d_span, end):
 # ── copies ────────────────────────────────────────────────────────────────────────────
 
 
-def layout(tokens: int, order: str, *, layers_backwards: bool = False) -> Layout:
-    """Two layers without padding."""
+def layout(tokens: int, order: str, *, row: int = 1, layers_backwards: bool = False) -> Layout:
+    """Two layers; without padding, unless rows are aligned."""
     layers = [attention(f"layers.{i}", tokens=tokens) for i in range(2)]
-    site = Site(order=order, alignment=Alignment(page=1, row=1, base=64))
+    site = Site(order=order, alignment=Alignment(page=1, row=row, base=64))
     found = packed(grouped(layers), num_slabs=NUM_BLOCKS, site=site)
     if not layers_backwards:
         return found
@@ -139,6 +139,22 @@ def test_copies_are_the_fewest_and_come_by_destination(data, s_span, d_span, one
     way = plan_route(layout(s_span, one, layers_backwards=backwards), layout(d_span, other))
     ours, theirs = (some_ids(data.draw, -(-num_tokens // span)) for span in (s_span, d_span))
     check(way, ours, theirs, num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "num_copies"), [(1, 96, 3), (96, 1, 3), (96, 128, 3), (96, 96, 1)]
+)
+def test_rows_that_are_neighbours_on_both_sides_are_one_copy_only_if_as_far_apart(
+    ours, theirs, num_copies
+):
+    sides = [layout(2, "BLNHC", row=row) for row in (ours, theirs)]
+    found = plan_route(*sides).copies({0: Blocks.first([3, 4, 5])}, {0: Blocks.first([6, 7, 8])}, 6)
+    assert len(found) == num_copies
+    source, destination = np.random.default_rng(1).integers(0, 256, (2, 4096), np.uint8)
+    for start, end, nbytes in zip(found.source, found.destination, found.nbytes, strict=True):
+        destination[end : end + nbytes] = source[start : start + nbytes]
+    here, there = addresses(sides[0], [3, 4, 5], 6), addresses(sides[1], [6, 7, 8], 6)
+    assert destination[there].tolist() == source[here].tolist()
 
 
 def test_lanes_that_go_on_in_the_next_block_and_those_that_do_not_are_all_copied():

@@ -16,8 +16,11 @@ from kvstow.plan.retention import Full
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.transfer.channel.messages import Sample, TellDigest
 from kvstow.transfer.pull import (
+    INLINE_BYTES,
+    at_once,
     check_still_ours,
     compare_digests,
+    in_worker,
     meet,
     meet_all,
     ready_counts,
@@ -124,6 +127,7 @@ def test_what_happened_is_counted_and_told(pair):
     moved = consumer.metric("kvstow_transfer_bytes_total", direction="read")
     assert moved >= stats["bytes"]
     assert consumer.metric("kvstow_transfer_seconds_count") == 1
+    assert 0 < consumer.metric("kvstow_transfer_seconds_sum") < 20
     assert producer.metric("kvstow_transfer_lease_ends_total", reason="read") == 1
     assert producer.metric("kvstow_transfer_leases") == 0
     told = [event.what for event in consumer.agent.telemetry.events.recent("transfer")]
@@ -323,6 +327,28 @@ def test_only_mapped_sources_that_bring_something_are_counted_here():
     counts: list[Any] = []
     run(ready_counts(endpoint, order, offers, tuple(PARTS), counts))
     assert len(counts) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "row_bytes", "digest", "is_here"),
+    [
+        ("DRAM", 1, "sample", True),
+        ("DRAM", INLINE_BYTES, "sample", False),
+        ("VRAM", INLINE_BYTES, "sample", True),
+        ("DRAM", 1, "always", False),
+    ],
+)
+def test_small_samples_and_those_on_a_device_are_counted_here(
+    monkeypatch, kind, row_bytes, digest, is_here
+):
+    monkeypatch.setattr("kvstow.transfer.pull.ready_digests", lambda *_: None)
+    layout = SimpleNamespace(row_bytes=lambda g: row_bytes)
+    endpoint: Any = SimpleNamespace(arena="ours", kind=kind, layout=layout)
+    order: Any = SimpleNamespace(into={0: Blocks.first([3, 4])}, digest=digest)
+    counts: list[Any] = []
+    for _ in ready_counts(endpoint, order, [], tuple(PARTS), counts):
+        pass
+    assert [count.func for count in counts] == [at_once if is_here else in_worker]
 
 
 def test_rows_that_were_given_to_others_meanwhile_are_not_accepted():
