@@ -240,6 +240,7 @@ class Node:
             }
         return {
             "bytes": stats.nbytes,
+            "seconds": stats.seconds,
             "descriptors": stats.descriptors,
             "fence": stats.fence,
             "digest": stats.digest,
