@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvstow.errors import TransferError
+from kvstow.memory.digest import DigestCount
 from kvstow.plan.group import grouped
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
@@ -362,3 +363,27 @@ def test_rows_that_were_given_to_others_meanwhile_are_not_accepted():
         with pytest.raises(TransferError, match="given to other requests") as error:
             check_still_ours(endpoint, order)
         assert error.value.kind == "fence"
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_device_reads_nothing_for_a_digest_any_more_when_its_pull_has_ended(is_dropped):
+    """It may be a peer's memory, which may be unmapped then."""
+    events: list[str] = []
+
+    def take():
+        events.append("reads")
+
+        def values() -> tuple[int, ...]:
+            events.append("has read")
+            raise RuntimeError("the device has failed")
+
+        return values
+
+    counting = at_once(DigestCount(take))
+    next(counting)
+    if is_dropped:
+        counting.close()
+    else:
+        with pytest.raises(TransferError, match="given up"):
+            counting.throw(TransferError("given up", kind="aborted"))
+    assert events == ["reads", "has read"]

@@ -10,6 +10,7 @@ The rows then stay in quarantine until nothing can write to them any more.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -310,9 +311,15 @@ def ready_counts(
 
 
 def at_once(count: DigestCount) -> Routine[tuple[int, ...]]:
-    """Count here, side by side with others on a device."""
+    """Count here, side by side with others on a device. Nothing is read any more when this has
+    ended, however it does: a peer's memory may be let go of then."""
     count.start()
-    yield AT_ONCE
+    try:
+        yield AT_ONCE
+    except BaseException:
+        with suppress(Exception):  # why it ends is what counts
+            count.values()
+        raise
     return count.values()
 
 
