@@ -1,14 +1,17 @@
 """Copies on a device: what the gather kernel is given, in Triton's interpreter where there is no
 device, and batches that grow."""
 
+from functools import partial
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
+from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.memory.cuda import (
     GROWTH,
@@ -26,8 +29,10 @@ from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
 from kvstow.route.route import plan_route
+from kvstow.route.sources import sources
 from patterns import fill, pattern
 from planning import attention
+from strategies import group_bytes, listed, models, served
 
 
 def flat(num_slabs: int = 8, order: str = "BLHNC") -> Layout:
@@ -84,6 +89,50 @@ def test_the_gather_kernel_shares_long_copies_and_cuts_uneven_ones():
     assert torch.equal(destination, expected)
 
 
+def test_a_copy_of_more_bytes_than_a_kernel_counts_in_32_bits_is_cut():
+    nowhere = torch.empty(1 << 34, dtype=torch.uint8, device="meta")
+    with mock.patch.object(kernels, "copy_lanes") as run:
+        gather(nowhere, nowhere, copies_of((0, 0, 1 << 34)))
+    lanes, word = run.call_args.args[3:]
+    assert (lanes[2].max() * word, lanes[2].sum() * word) == (1 << 30, 1 << 34)
+    assert run.call_args.kwargs["longest"] == 1 << 30
+
+
+@pytest.mark.parametrize("how", ["grids", "kernel", "plain"])
+def test_what_could_not_be_submitted_whole_is_not_under_way_when_that_is_raised(how):
+    """Nobody gets a handle to wait on, and its rows are taken to be quiet."""
+    layout, blocks = flat(), {0: Blocks.first([1, 2])}
+    route, arena, device = plan_route(layout, layout), Arena(layout), mock.MagicMock()
+    submitted = mock.Mock(side_effect=[(), RuntimeError("out of memory")])
+    if how == "grids":
+        call = partial(cuda.start_grids, arena, arena, 2 * route.grids(blocks, blocks, 8), 8)
+    else:
+        submitted()  # as the first of several copies
+        call = partial(cuda.start, arena, arena, route.copies(blocks, blocks, 8), how, None)
+    name = {"grids": "copy_grid", "kernel": "gather", "plain": "one_by_one"}[how]
+    with (
+        mock.patch.object(Arena, "device", torch.device("cuda")),
+        mock.patch.object(torch, "cuda", device),
+        mock.patch.object(cuda, name, submitted),
+        pytest.raises(RuntimeError, match="out of memory"),
+    ):
+        call()
+    assert submitted.call_count == 2
+    device.Stream.return_value.synchronize.assert_called_once_with()
+
+
+def test_lanes_are_kept_until_a_copy_is_over_by_whoever_copies_along_them():
+    """What is kept for later copies may make room for others meanwhile, and another stream could
+    write there."""
+    arena = Arena(flat())
+    blocks = {0: Blocks.first([1])}
+    (grid,) = plan_route(arena.layout, arena.layout).grids(blocks, blocks, 4)
+    with mock.patch.object(kernels, "copy_lanes") as run:
+        kept = copy_grid(arena.bytes, arena.bytes, grid)
+    pairs, lanes = run.call_args.args[2:4]
+    assert {each.data_ptr() for each in kept} == {pairs.data_ptr(), lanes.data_ptr()}
+
+
 @pytest.mark.parametrize(
     ("here", "there"),
     [
@@ -126,6 +175,40 @@ def test_the_kernel_copies_what_a_route_has_not_written_out(here, there):
         copy_grid(source.bytes, destination.bytes, grid)
         copy_grid(source.bytes, destination.bytes, grid, programs=3)  # its lanes are kept
     assert torch.equal(destination.bytes, expected.bytes)
+
+
+@settings(max_examples=examples(25))
+@given(st.data())
+def test_the_kernel_writes_no_byte_that_a_route_has_not_and_every_field_that_it_has(data):
+    """Of any model, from any ranks, whole or from any token on. Written out, copies of neighbours
+    run over the padding between them; the kernel leaves it as it was."""
+    model, num_tokens = data.draw(models(most_layers=3)), data.draw(st.integers(1, 24))
+    first = data.draw(st.integers(0, num_tokens))
+    served_there, served_here = (
+        data.draw(served(model, tps=st.sampled_from([1, 2]), most_tokens=8)) for _ in range(2)
+    )
+    layout = served_here.layout(model, 0, 0, num_tokens)
+    ranks = [(t, p) for t in range(served_there.tp) for p in range(served_there.pp)]
+    others = [served_there.layout(model, *rank, num_tokens) for rank in ranks]
+    into = data.draw(listed(layout, num_tokens))
+    fields = np.concatenate([group_bytes(layout, g, into[g]).address for g in into])
+    with Arena(layout) as destination:
+        fill(destination, 1)
+        for part in sources(others, layout):
+            with Arena(others[part.index]) as source:
+                fill(source, 2 + part.index)
+                blocks = data.draw(listed(source.layout, num_tokens))
+                asks = blocks, into, num_tokens
+                copies = part.route.copies(*asks, start_token=first)
+                before = destination.bytes.numpy().copy()
+                written = before.copy()
+                for start, place, size in triples(copies):
+                    written[place : place + size] = source.bytes.numpy()[start : start + size]
+                for grid in part.route.grids(*asks, start_token=first):
+                    copy_grid(source.bytes, destination.bytes, grid, programs=3)
+                after = destination.bytes.numpy()
+                assert ((after == written) | (after == before)).all()
+                assert (after[fields] == written[fields]).all()
 
 
 def test_the_gather_kernel_is_compiled_for_words_and_for_no_number_of_copies():

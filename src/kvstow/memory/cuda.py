@@ -2,7 +2,8 @@
 
 import ctypes
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -41,11 +42,27 @@ def start_grids(
     with torch.cuda.device(destination.device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            kept = [copy_grid(source.bytes, destination.bytes, grid, programs) for grid in grids]
-        event = torch.cuda.Event()
-        event.record(side)
+        with _all_or_nothing(side), torch.cuda.stream(side):
+            kept = [
+                tensor
+                for grid in grids
+                for tensor in copy_grid(source.bytes, destination.bytes, grid, programs)
+            ]
+            event = torch.cuda.Event()
+            event.record(side)
     return StreamWork(side, event, kept)
+
+
+@contextmanager
+def _all_or_nothing(stream: torch.cuda.Stream) -> Generator[None]:
+    """Where not all of it can be submitted, nothing of it is under way any more once that is
+    raised: nobody gets a handle to wait on."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # a device that has failed copies nothing
+            stream.synchronize()
+        raise
 
 
 def start(
@@ -62,14 +79,15 @@ def start(
         for arena in arenas:
             side.wait_stream(torch.cuda.current_stream(arena.device))
         kept: list[torch.Tensor] = []
-        if method == "kernel" and len(copies):
-            with torch.cuda.stream(side):
-                kept.append(gather(source.bytes, destination.bytes, copies))
-        elif len(copies):
-            submit = batch if method == "batch" else one_by_one
-            submit(copies.moved(source.address, destination.address), side.cuda_stream)
-        event = torch.cuda.Event()
-        event.record(side)
+        with _all_or_nothing(side):
+            if method == "kernel" and len(copies):
+                with torch.cuda.stream(side):
+                    kept.append(gather(source.bytes, destination.bytes, copies))
+            elif len(copies):
+                submit = batch if method == "batch" else one_by_one
+                submit(copies.moved(source.address, destination.address), side.cuda_stream)
+            event = torch.cuda.Event()
+            event.record(side)
     for arena in arenas:
         arena.bytes.record_stream(side)
     return StreamWork(side, event, kept)
@@ -171,6 +189,9 @@ def _succeed(what: str, status: int) -> None:
 UNEVEN = 4
 """Copies of more than so many times the mean are cut, so that no program has most of the work."""
 
+MOST_BYTES = 1 << 30
+"""Copies are cut where they are longer than so much, too: a kernel counts inside one in 32 bits."""
+
 MOST_PROGRAMS = 264
 """Programs of a copy: two per multiprocessor of an H200, where more were not faster."""
 
@@ -186,7 +207,8 @@ def gather(
 
     numbers = copies.source, copies.destination, copies.nbytes
     word = word_bytes(source.data_ptr(), destination.data_ptr(), *numbers)
-    even = cut(copies, align_up(UNEVEN * (copies.total // len(copies)), TILE_BYTES))
+    mean = copies.total // len(copies)
+    even = cut(copies, min(align_up(UNEVEN * mean, TILE_BYTES), MOST_BYTES))
     still = np.zeros_like(even.nbytes)
     columns = even.source, even.destination, even.nbytes, still, still
     device = source.device if source.device.type == "cuda" else destination.device
@@ -201,9 +223,10 @@ def gather(
 
 def copy_grid(
     source: torch.Tensor, destination: torch.Tensor, grid: Grid, programs: int = MOST_PROGRAMS
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy what a route has not written out, inside one device: only the pairs of blocks go there
-    each time. What the kernel needs until it has run."""
+    each time. What the kernel needs until it has run: the lanes, too, which others may let go of
+    meanwhile, and which are another stream's memory."""
     from kvstow.memory.kernels.copy import copy_lanes
 
     word, lanes, longest = _lanes_there(
@@ -213,7 +236,7 @@ def copy_grid(
     copy_lanes(
         source, destination, pairs.view(2, -1), lanes, word, longest=longest, programs=programs
     )
-    return pairs
+    return pairs, lanes
 
 
 @lru_cache(maxsize=256)
