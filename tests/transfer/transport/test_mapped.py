@@ -213,6 +213,27 @@ def test_an_agent_that_is_closed_while_its_process_lives_is_believed_no_more(pai
     held.release()
 
 
+def test_a_lease_ends_with_its_pull_though_the_peer_s_memory_cannot_be_unmapped(pair, monkeypatch):
+    producer, consumer = pair
+    peer, copied = consumer.agent.connect(producer.address), mapped.copied
+
+    def losing(*args: Any) -> Any:
+        yield from copied(*args)
+        if peer.mapped is not None:  # the pull holds it alone, from now on
+            peer._unmap()
+
+    def refused() -> None:
+        raise RuntimeError("the driver has failed")
+
+    monkeypatch.setattr(mapped, "copied", losing)
+    monkeypatch.setattr(peer.mapped._memory, "close", refused)
+    result = consumer.pull([producer.offer(SOURCE, TOKENS)], TARGET)
+    assert "error" not in result
+    wait_for(lambda: producer.held() == 0)
+    assert not peer.readers
+    assert not consumer.agent.endpoint.moving
+
+
 def test_agents_over_one_owner_share_its_counters():
     fabric, owner = Fabric(), Generations(LAYOUT)
     node = mapped.ThisNode()

@@ -257,7 +257,7 @@ class Outgoing:
         for reader in tuple(self.readers.values()):
             reader.lose(error)
         self._loop.wake_all()
-        self._unmap()  # last: a driver may refuse
+        self._unmap()
 
     # ── messages ──────────────────────────────────────────────────────────────────
 

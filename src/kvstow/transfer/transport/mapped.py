@@ -13,6 +13,7 @@ A mapping keeps a dead producer's memory allocated. So its process is watched, a
 closed as soon as no copy of ours runs.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
@@ -46,6 +47,8 @@ from kvstow.transfer.tickets.owner import Owner
 
 if TYPE_CHECKING:
     from kvstow.transfer.peers.endpoint import Endpoint
+
+log = logging.getLogger(__name__)
 
 STEP_BYTES = 16 << 20
 """So much is copied on the host before others get a turn: two milliseconds or so."""
@@ -127,8 +130,8 @@ class _Mapped:
         return self._mapping.is_gone
 
     def close(self) -> None:
-        self._mapping.close()
         del self.tables, self.alive
+        self._mapping.close()
 
 
 class ThisNode:
@@ -191,12 +194,16 @@ class MappedPeer:
             self._holds += 1
 
     def release(self) -> None:
-        """Undo one `hold`; the last one closes the mapping."""
+        """Undo one `hold`; the last one closes the mapping. A driver that refuses is no fault of
+        whoever was the last."""
         with self._lock:
             self._holds -= 1
             if not self._holds:
                 self._tables = ()
-                self._memory.close()
+                try:
+                    self._memory.close()
+                except Exception:
+                    log.warning("a peer's memory stays mapped", exc_info=True)
 
     def generations(self, blocks: MappingOf[int, Blocks]) -> dict[int, Ints] | None:
         """The counters of these blocks, now; None where the agent there was closed."""
