@@ -6,19 +6,23 @@ import resource
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import msgspec
 import pytest
 import torch
 
 from kvstow.errors import NotShared
+from kvstow.memory import share as memory_share
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
 from kvstow.memory.share import (
     Mapping,
+    SharedAllocation,
     SharedArena,
     SharedFile,
     mapped_counters,
+    node,
     share,
 )
 from kvstow.plan.group import grouped
@@ -191,3 +195,18 @@ def test_a_process_maps_its_own_host_memory_and_the_file_is_closed_with_the_aren
         os.fstat(file)
     assert mapping.arena.bytes[3] == 9  # the mapping keeps the memory
     mapping.close()
+
+
+def test_an_allocation_that_becomes_no_arena_does_not_stay_mapped(monkeypatch):
+    """A handle of another process, as far as this one can tell: no device is needed."""
+    device, opened = torch.device("cuda"), set[int]()
+    monkeypatch.setattr(memory_share, "_gpu", lambda device: "gpu")
+    monkeypatch.setattr(memory_share, "_open", lambda *_: opened.add(4096) or 4096)
+    monkeypatch.setattr(memory_share, "_close", opened.remove)
+    monkeypatch.setattr(memory_share, "bytes_at", mock.Mock(side_effect=RuntimeError("no")))
+    layout = small()
+    allocation = SharedAllocation("gpu", bytes(64), 0)
+    shared = SharedArena(node(), os.geteuid(), os.getppid(), layout.nbytes, allocation)
+    with pytest.raises(RuntimeError, match="no"):
+        Mapping(shared, layout, device)
+    assert not opened

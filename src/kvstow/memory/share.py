@@ -113,6 +113,7 @@ class Mapping:
             self.arena = Arena.over(layout, self._memory(shared, device))
         except BaseException:
             os.close(self._process)
+            self._close_allocation()
             raise
 
     @property
@@ -140,9 +141,12 @@ class Mapping:
         """Let go of the memory. Nothing may be reading it."""
         self.arena.close()
         os.close(self._process)
-        if self._allocation is not None:
-            _close(self._allocation)
-            self._allocation = None
+        self._close_allocation()
+
+    def _close_allocation(self) -> None:
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            _close(allocation)
 
 
 def mapped_counters(shared: SharedArena, file: SharedFile, count: int) -> Ints:
