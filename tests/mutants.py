@@ -24,6 +24,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import cache_from_source
 from pathlib import Path
 from random import Random
 
@@ -273,6 +274,13 @@ def passes(copied: Path, tests: tuple[str, ...], seconds: float) -> bool:
     return False
 
 
+def write(path: Path, source: str) -> None:
+    """Write a module, and drop what Python compiled before: it is taken for compiled of this text
+    if both are as long, and were written in the same second."""
+    path.write_text(source, "utf-8")
+    Path(cache_from_source(str(path))).unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class Run:
     """What became of one target's mutants: how many were tried, of how many, and who survived."""
@@ -297,12 +305,12 @@ def run(name: str, target: Target, count: int, seed: int, copied: Path) -> Run:
     lived: list[list[str]] = []
     try:
         for mutant in sample:
-            path.write_text(mutant.source, "utf-8")
+            write(path, mutant.source)
             if passes(copied, target.tests, limit):
                 lived.append([mutant.function, mutant.before, mutant.after])
                 print(f"    {mutant.function}: {mutant.before} → {mutant.after}", flush=True)
     finally:
-        path.write_text(source, "utf-8")
+        write(path, source)
     print(f"{name:10} {len(sample)} of {len(every)} mutants, {len(lived)} survive", flush=True)
     return Run(datetime.now(UTC).date().isoformat(), seed, len(sample), len(every), lived)
 
