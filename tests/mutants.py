@@ -111,7 +111,7 @@ TARGETS = {
         "blocks/table", ("blocks/test_table", "blocks/test_ledger", "laws/test_blocks_ledger")
     ),
     "digest": Target("memory/digest", ("memory/test_digest", "transfer/test_digests")),
-    "keys": Target("memory/digest_keys", ("memory/test_digest",)),
+    "keys": Target("memory/digest_keys", ("memory/test_digest", "transfer/test_digests")),
     "prefix": Target(
         "blocks/prefix",
         (

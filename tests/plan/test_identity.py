@@ -91,11 +91,20 @@ def test_tensors_in_memory_identify_a_model_in_any_order():
     one = Identity.of_tensors("m", CONFIG, tensors)
     assert one.is_verified
     assert not one.is_of_files
+    assert len(one.weights) == len("memory:") + 32
     assert one == Identity.of_tensors("m", CONFIG, reversed(tensors))
     changed = [tensors[0], ("b", "f32 [2]", b"87654320")]
     assert one.differences(Identity.of_tensors("m", CONFIG, changed))
     with pytest.raises(ModelError):
         Identity.of_tensors("m", CONFIG, [])
+
+
+def test_a_request_has_its_own_adapter_and_salt_or_the_models():
+    model = Identity(model="m", weights="aa", adapter="poems", salt="ours")
+    assert model.for_request() is model
+    for adapter, salt in (("prose", ""), ("", "theirs"), ("prose", "theirs")):
+        request = model.for_request(adapter=adapter, salt=salt)
+        assert (request.adapter, request.salt) == (adapter or "poems", salt or "ours")
 
 
 def test_an_identity_is_part_of_manifest_and_fingerprint():

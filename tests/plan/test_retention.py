@@ -184,6 +184,7 @@ def test_full_groups_bound_what_the_others_have_to_look_for():
 
     groups = [(0, Kept(Window(8), 2)), (1, Kept(Full(), 4)), (2, Kept(State(), 4))]
     assert longest_prefix(groups, 100, holds) == 12
+    assert longest_prefix(groups, -1, holds) == 0  # of an empty prompt
     assert questions == [(1, 25), (0, 6), (2, 3)]
 
 

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from random import Random
 from threading import Event
 from types import SimpleNamespace
@@ -128,6 +129,18 @@ def test_samples_of_heads_make_a_whole_on_any_ranks():
             assert [h for h in range(6) if few[h]] == sorted(heads)
             found.append(few)
     assert [sum(column) for column in zip(*found[1:], strict=True)] == found[0]
+
+
+def test_heads_are_counted_in_whatever_order_they_are_held():
+    heads = Extent("head", 7, ((0, 1), (4, 6), (1, 2), (6, 7)))
+    layer = replace(attention("l.0", heads=1, dim=4, tokens=4), heads=heads)
+    blocks = {0: Blocks.first(np.array([3, 1, 2]))}
+    with Arena(packed(grouped([layer]), num_slabs=5)) as arena:
+        arena.bytes.random_(0, 256)
+        each = prepared(arena, [DigestOf(blocks, 11, heads=(h, h + 1)) for h in range(7)])()
+        for low, high in combinations(range(8), 2):
+            some = prepared(arena, [DigestOf(blocks, 11, heads=(low, high))])
+            assert some() == (sum(each[low:high]) % MODULUS,)
 
 
 def test_any_two_rows_that_were_exchanged_are_seen_in_a_sample():
