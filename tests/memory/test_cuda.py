@@ -17,8 +17,8 @@ from kvstow.memory.cuda import (
     GROWTH,
     OPENING,
     compile_copies,
-    copy_grid,
     gather,
+    launch_grids,
     rounds,
     word_bytes,
 )
@@ -109,11 +109,15 @@ def test_what_could_not_be_submitted_whole_is_not_under_way_when_that_is_raised(
     else:
         submitted()  # as the first of several copies
         call = partial(cuda.start, arena, arena, route.copies(blocks, blocks, 8), how, None)
-    name = {"grids": "copy_grid", "kernel": "gather", "plain": "one_by_one"}[how]
+    where = {
+        "grids": (kernels, "copy_lanes"),
+        "kernel": (cuda, "gather"),
+        "plain": (cuda, "one_by_one"),
+    }
     with (
         mock.patch.object(Arena, "device", torch.device("cuda")),
         mock.patch.object(torch, "cuda", device),
-        mock.patch.object(cuda, name, submitted),
+        mock.patch.object(*where[how], submitted),
         pytest.raises(RuntimeError, match="out of memory"),
     ):
         call()
@@ -128,7 +132,7 @@ def test_lanes_are_kept_until_a_copy_is_over_by_whoever_copies_along_them():
     blocks = {0: Blocks.first([1])}
     (grid,) = plan_route(arena.layout, arena.layout).grids(blocks, blocks, 4)
     with mock.patch.object(kernels, "copy_lanes") as run:
-        kept = copy_grid(arena.bytes, arena.bytes, grid)
+        kept = launch_grids(arena.bytes, arena.bytes, [grid])
     pairs, lanes = run.call_args.args[2:4]
     assert {each.data_ptr() for each in kept} == {pairs.data_ptr(), lanes.data_ptr()}
 
@@ -171,9 +175,9 @@ def test_the_kernel_copies_what_a_route_has_not_written_out(here, there):
     route = plan_route(*layouts)
     for start, place, size in triples(route.copies(*blocks, num_tokens)):
         expected.bytes[place : place + size] = source.bytes[start : start + size]
-    for grid in route.grids(*blocks, num_tokens):
-        copy_grid(source.bytes, destination.bytes, grid)
-        copy_grid(source.bytes, destination.bytes, grid, programs=3)  # its lanes are kept
+    grids = route.grids(*blocks, num_tokens)
+    launch_grids(source.bytes, destination.bytes, grids)
+    launch_grids(source.bytes, destination.bytes, grids, programs=3)  # its lanes are kept
     assert torch.equal(destination.bytes, expected.bytes)
 
 
@@ -204,8 +208,8 @@ def test_the_kernel_writes_no_byte_that_a_route_has_not_and_every_field_that_it_
                 written = before.copy()
                 for start, place, size in triples(copies):
                     written[place : place + size] = source.bytes.numpy()[start : start + size]
-                for grid in part.route.grids(*asks, start_token=first):
-                    copy_grid(source.bytes, destination.bytes, grid, programs=3)
+                grids = part.route.grids(*asks, start_token=first)
+                launch_grids(source.bytes, destination.bytes, grids, programs=3)
                 after = destination.bytes.numpy()
                 assert ((after == written) | (after == before)).all()
                 assert (after[fields] == written[fields]).all()

@@ -43,11 +43,7 @@ def start_grids(
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with _all_or_nothing(side), torch.cuda.stream(side):
-            kept = [
-                tensor
-                for grid in grids
-                for tensor in copy_grid(source.bytes, destination.bytes, grid, programs)
-            ]
+            kept = launch_grids(source.bytes, destination.bytes, grids, programs)
             event = torch.cuda.Event()
             event.record(side)
     return StreamWork(side, event, kept)
@@ -221,22 +217,38 @@ def gather(
     return table
 
 
-def copy_grid(
-    source: torch.Tensor, destination: torch.Tensor, grid: Grid, programs: int = MOST_PROGRAMS
-) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_grids(
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    grids: Sequence[Grid],
+    programs: int = MOST_PROGRAMS,
+) -> list[torch.Tensor]:
     """Copy what a route has not written out, inside one device: only the pairs of blocks go there
-    each time. What the kernel needs until it has run: the lanes, too, which others may let go of
-    meanwhile, and which are another stream's memory."""
+    each time, all of them before the first launch, which an upload would wait for.
+
+    What the kernels need until they have run: the lanes, too, which others may let go of
+    meanwhile, and which are another stream's memory.
+    """
     from kvstow.memory.kernels.copy import copy_lanes
 
-    word, lanes, longest = _lanes_there(
-        grid.lanes, word_bytes(source.data_ptr(), destination.data_ptr()), source.device
-    )
-    pairs = torch.as_tensor(np.concatenate((grid.source, grid.destination)), device=source.device)
-    copy_lanes(
-        source, destination, pairs.view(2, -1), lanes, word, longest=longest, programs=programs
-    )
-    return pairs, lanes
+    if not grids:
+        return []
+    most = word_bytes(source.data_ptr(), destination.data_ptr())
+    kinds = [_lanes_there(grid.lanes, most, source.device) for grid in grids]
+    numbers = np.concatenate([ids for grid in grids for ids in (grid.source, grid.destination)])
+    pairs = torch.as_tensor(numbers, device=source.device)
+    each = pairs.split([2 * len(grid.source) for grid in grids])
+    for (word, lanes, longest), part in zip(kinds, each, strict=True):
+        copy_lanes(
+            source,
+            destination,
+            part.view(2, -1),
+            lanes,
+            word,
+            longest=longest,
+            programs=programs,
+        )
+    return [pairs, *(lanes for _, lanes, _ in kinds)]
 
 
 @lru_cache(maxsize=256)
