@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -237,12 +238,12 @@ def launch_grids(
     kinds = [_lanes_there(grid.lanes, most, source.device) for grid in grids]
     numbers = np.concatenate([ids for grid in grids for ids in (grid.source, grid.destination)])
     pairs = torch.as_tensor(numbers, device=source.device)
-    each = pairs.split([2 * len(grid.source) for grid in grids])
-    for (word, lanes, longest), part in zip(kinds, each, strict=True):
+    ends = accumulate((2 * len(grid.source) for grid in grids), initial=0)
+    for (word, lanes, longest), (first, end) in zip(kinds, pairwise(ends), strict=True):
         copy_lanes(
             source,
             destination,
-            part.view(2, -1),
+            pairs[first:end].view(2, -1),
             lanes,
             word,
             longest=longest,
