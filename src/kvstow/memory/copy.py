@@ -116,8 +116,8 @@ def copy(
 def copy_grids(
     source: Arena, destination: Arena, grids: Sequence[Grid], programs: int | None = None
 ) -> CopyHandle:
-    """Start copying what a route has not written out inside one device, on its current stream: a
-    launch for each grid. A route's copies have all their destinations for themselves."""
+    """Start copying inside one device what a route has not written out, with a launch for each
+    grid. No two of a route's copies share a destination, so that is not checked again."""
     for grid in grids:
         for arena, ids, strides, starts in (
             (source, grid.source, grid.lanes.source_stride, grid.lanes.copies.source),
@@ -127,7 +127,10 @@ def copy_grids(
             low, high = int(ids.min()), int(ids.max())
             ends = starts + grid.lanes.copies.nbytes + high * strides
             if low < 0 or (ends > arena.nbytes).any():
-                raise CopyError(f"blocks {low} to {high} are not all inside the arena")
+                raise CopyError(
+                    f"blocks {low} to {high} end at byte {int(ends.max())}, not all of them inside "
+                    f"the arena of {arena.nbytes} bytes\n\nhint: plan the route with this layout"
+                )
     return CopyHandle(
         source,
         destination,

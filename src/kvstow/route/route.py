@@ -4,7 +4,8 @@ Compiled once per pair of peers, in a time that does not depend on the number of
 
     Layout × Layout ─▶ Route ─▶ per pair of groups: what both hold of each layer
                           │
-      blocks of a request └───▶ copies(…): byte offsets on both sides, and lengths
+      blocks of a request └───▶ grids(…): pairs of blocks, and the copies of each pair
+                          └───▶ copies(…): the same written out: byte offsets on both sides, lengths
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

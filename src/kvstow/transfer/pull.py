@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 CountRoutine = Callable[[], Routine[tuple[int, ...]]]
 
 INLINE_BYTES = LEAST_SHARE * 8 << 20
-"""A sample of no more than so many bytes is counted in the agent's own thread, made ready while the
-rows move: in another thread it would start too late."""
+"""On a host, a sample of no more than so many bytes is counted in the agent's own thread, and made
+ready while rows move: in another thread it would start too late. On a device, every sample is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
